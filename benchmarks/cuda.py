@@ -2,11 +2,13 @@
 
 Run `python -m benchmarks.cuda` on a machine with an NVIDIA GPU; it writes
 `benchmarks/results/cuda-<gpu>-<date>.json`, anew after each method. torchao and bitsandbytes are measured where they
-are installed. What the products say about sizes in `hf_trainweights/kernels/cuda.py` is to be entered there.
+are installed. `--only PART...` measures parts again; the others keep what was measured on the same day with the same
+versions. What the products say about sizes in `hf_trainweights/kernels/cuda.py` is to be entered there.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -38,8 +40,7 @@ from benchmarks.speed.methods import FLOATS, OURS, PEERS, Method, guarded
 from benchmarks.speed.rounds import Run, interleave
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.kernels import cuda
-from hf_trainweights.kernels.dequantized import multiply_dequantized
+from hf_trainweights.kernels import cuda, linear
 
 LLAMA: dict[str, Any] = {
     "hidden_size": 2048,
@@ -51,6 +52,8 @@ LLAMA: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 ROUNDS = 5
+PARTS = ("products", "ours", "peers")
+Report = dict[str, Any]
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -91,8 +94,8 @@ def compared() -> list[Method]:
 
 
 def measure(
-    device: str, sizes: Sizes, methods: Sequence[Method], keep: Callable[[dict[str, Any]], None] = lambda report: None
-) -> dict[str, Any]:
+    device: str, sizes: Sizes, methods: Sequence[Method], keep: Callable[[Report], None], known: Report | None = None
+) -> Report:
     """Measure everything.
 
     Args:
@@ -100,16 +103,20 @@ def measure(
         sizes: How much.
         methods: What is compared; the float model first.
         keep: Gets the report each time it has grown.
+        known: A report whose rows of other methods stay, and its products where `sizes` has none.
 
     Returns:
         The report: `products`, `model`, and what could not run in `failures`.
     """
-    report: dict[str, Any] = {"products": [], "model": [], "failures": {}}
+    report = {"products": [], "model": [], "failures": {}, **(known or {})}
     # Each model compiles the same function anew.
     torch._dynamo.config.recompile_limit = 64
+    report["products"] = [] if sizes.shapes else report["products"]
     for N, K in sizes.shapes:
         report["products"] += products(device, sizes, N, K, report["failures"])
         keep(report)
+    anew = {method.name for method in methods}
+    report["model"] = [row for row in report["model"] if row["name"] not in anew]
     for rows in model_speed(device, sizes, methods, report["failures"]):
         report["model"] += rows
         keep(report)
@@ -141,33 +148,23 @@ def products(device: str, sizes: Sizes, N: int, K: int, failures: dict[str, str]
     return rows
 
 
-Way = tuple[str, dict[str, Tensor], Callable[[dict[str, Tensor]], Tensor]]
+Way = tuple[str, dict[str, Tensor], Callable[[dict[str, Tensor]], Tensor | None]]
 
 
 def _ways(weight: Tensor, x: Tensor) -> list[Way]:
-    M, (N, K) = len(x), weight.shape
+    M = len(x)
     ways: list[Way] = [("bf16", {"weight": weight}, lambda t: F.linear(x, t["weight"]))]
     for form in (Int8(), Int8(128), Int4(128), Int4(32)):
-        tensors = form.quantize(weight)
-        if cuda._MOST_ROWS[x.dtype] >= M:
-            ways.append((f"{form}, kernel", tensors, lambda t: cuda.multiply(x, t["qdata"], t["scale"], None)))
-        else:
-            ways.append(
-                (f"{form}, dequantized", tensors, lambda t, form=form: multiply_dequantized(x, t, form, (N, K), None))
-            )
+        way = "kernel" if cuda._MOST_ROWS[x.dtype] >= M else "dequantized"
+        ways.append((f"{form}, {way}", form.quantize(weight), partial(linear, x, form=form)))
     if M >= cuda._INTEGER_ROWS:
-        ways.append(
-            (
-                "int8, 8-bit activations",
-                Int8().quantize(weight),
-                lambda t: cuda.multiply_integers(x, t["qdata"], t["scale"], None),
-            )
-        )
+        form = Int8(activations="int8")
+        ways.append(("int8, 8-bit activations", form.quantize(weight), partial(linear, x, form=form)))
     return ways
 
 
 def _repeated(
-    device: str, sizes: Sizes, tensors: dict[str, Tensor], call: Callable[[dict[str, Tensor]], Tensor]
+    device: str, sizes: Sizes, tensors: dict[str, Tensor], call: Callable[[dict[str, Tensor]], Tensor | None]
 ) -> Run:
     """Return a run that multiplies copies of a weight in turn, as one CUDA graph, and returns the seconds of one."""
     size_bytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -295,14 +292,22 @@ def _tokens(model: PreTrainedModel, device: str, sizes: Sizes) -> Tensor:
 
 def main() -> None:
     """Measure on this machine's GPU and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
+    only = parser.parse_args().only
     gpu, today = torch.cuda.get_device_name(), datetime.datetime.now(datetime.UTC).date()
     head = {"machine": gpu, "date": str(today), "cuda": torch.version.cuda, "versions": versions("triton")}
     path = RESULTS / f"cuda-{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}-{today}.json"
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    found = found if head.items() <= found.items() else {}
 
-    def keep(report: dict[str, Any]) -> None:
+    def keep(report: Report) -> None:
         path.write_text(json.dumps(head | report, indent=1) + "\n", encoding="utf-8")
 
-    measure("cuda", Sizes(), compared(), keep)
+    baseline, *others = compared()
+    chosen = [method for method in others if ("ours" if method in OURS else "peers") in only]
+    sizes = Sizes() if "products" in only else Sizes(shapes=())
+    measure("cuda", sizes, [baseline, *chosen], keep, found)
     print(path)
 
 

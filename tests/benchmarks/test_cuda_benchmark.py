@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.cuda import LLAMA, Sizes, compared, measure
@@ -31,11 +33,22 @@ def test_it_measures_each_product_and_phase() -> None:
     kept: list[int] = []
     report = measure("cpu", TINY, ours, lambda report: kept.append(len(report["products"]) + len(report["model"])))
     assert kept == sorted(set(kept))
-    # The kernels and what rounds activations need a GPU.
-    assert [name for name in report["failures"] if ", kernel" not in name and "8-bit activations" not in name] == []
+    assert report["failures"] == {}
     assert {(row["phase"], row["name"]) for row in report["model"]} == {
         (phase, method.name) for phase in ("decode", "prefill") for method in ours[1:]
     }
     ways = {(row["M"], row["name"]) for row in report["products"]}
     assert {(1, "bf16"), (72, "bf16"), (72, "int4 g128, dequantized")} <= ways
     assert all(row["seconds"] > 0 for row in report["products"] + report["model"])
+
+
+@pytest.mark.slow
+def test_what_is_not_measured_again_stays() -> None:
+    float_model, int8 = [method for method in compared() if method.name in ("bf16", "int8")]
+    product, peer = {"name": "bf16"}, {"name": "a peer"}
+    known = {"products": [product], "model": [{"name": "int8", "phase": "earlier"}, peer], "machine": "a GPU"}
+    report = measure("cpu", replace(TINY, shapes=()), [float_model, int8], lambda report: None, known)
+    assert report["products"] == [product]
+    assert report["machine"] == "a GPU"
+    assert peer in report["model"]
+    assert {row["phase"] for row in report["model"] if row["name"] == "int8"} == {"decode", "prefill"}
