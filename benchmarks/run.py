@@ -2,9 +2,10 @@
 
 Run `python -m benchmarks.run --peers` on a machine that does nothing else; it takes about half an hour, `--quick` ten
 minutes. It needs the `bench` and `test` extras, writes `benchmarks/results/speed-<machine>-<date>.json` after each part
-and draws `docs/speed.svg` from it; then `python -m benchmarks.tables` writes the tables of the documents. `--only
-PART...` measures parts again; the others keep what was measured on the same day with the same options. Where the
-encoders were interrupted, the same command goes on.
+and, on a CPU without AMX, draws `docs/speed.svg` from it; then `python -m benchmarks.tables` writes the tables of the
+documents, those about AMX from the results of CPUs that have it and all others from the rest. `--only PART...` measures
+parts again; the others keep what was measured on the same day with the same options. Where the encoders were
+interrupted, the same command goes on.
 
 `ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 python -m benchmarks.run --only llama` shows what is left without AMX, and
 `AVX512_CORE_VNNI` what is left without instructions for bfloat16 too: `limited-<limit>-<machine>-<date>.json`. For a
@@ -39,6 +40,7 @@ from benchmarks.speed.encoder_models import ENCODERS
 from benchmarks.speed.methods import FLOATS, OURS, methods
 from benchmarks.speed.models import save_models
 from benchmarks.speed.plot import DRAWING, draw
+from benchmarks.speed.tables import uses_amx
 
 RESULTS = Path(__file__).parent / "results"
 # The first runs in forks of this process, while it holds no model.
@@ -133,7 +135,8 @@ def main() -> None:
             write(path, report)
             gc.collect()
             print(f"{part}: {time.perf_counter() - start:.0f} s", flush=True)
-    if "llama" in report and LIMIT is None:
+    # The picture stands beside the tables, which are of a CPU without AMX.
+    if "llama" in report and LIMIT is None and not uses_amx(report):
         draw(report, DRAWING)
     print(path)
 

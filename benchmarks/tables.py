@@ -344,9 +344,9 @@ def read(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def speed(make: Callable[[dict[str, Any]], str], part: str) -> str:
-    """Return a table of the newest result of `benchmarks.run` that has a part."""
-    return make(speed_tables.newest(part))
+def speed(make: Callable[[dict[str, Any]], str], part: str, *, amx: bool = False) -> str:
+    """Return a table of the newest result of `benchmarks.run` that has a part, on CPUs without AMX or with it."""
+    return make(speed_tables.newest(part, amx=amx))
 
 
 def fuzz(name: str) -> str:
@@ -624,10 +624,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "llama_cpp": llama_cpp,
     **{name: partial(of_checkpoints, make) for name, make in CHECKPOINT_TABLES.items()},
     **{name: partial(speed, make, part) for name, (part, make) in speed_tables.TABLES.items()},
+    **{name: partial(speed, make, part, amx=True) for name, (part, make) in speed_tables.AMX_TABLES.items()},
     "speed-limited": speed_tables.limited_speed,
     "speed-limited-encoders": speed_tables.limited_encoder_speed,
-    "speed-amx": speed_tables.amx_speed,
-    "speed-casting": speed_tables.casting,
 }
 
 

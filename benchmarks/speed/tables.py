@@ -9,33 +9,40 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.markdown import table
-from benchmarks.speed.methods import FLOATS, OURS
 
 Report = dict[str, Any]
+Row = dict[str, Any]
 # Limits on oneDNN that runs had, the newest instructions first; those without AVX512 hold for all libraries.
 LIMITS = ("AVX512_CORE_VNNI", "AVX2_VNNI", "AVX2")
 WITHOUT_AVX512 = LIMITS[1:]
 # The sentences and tokens of each that stand for an encoder where there is room for one figure.
 SENTENCES = "8x32"
 _RESULTS = Path(__file__).parent.parent / "results"
-# The only results of a CPU with AMX. They are older than the entry that tells a CPU's instructions.
-_WITH_AMX = _RESULTS / "speed-intel-xeon-2-s-2026-11-22.json"
 
 
-def newest(part: str = "llama", limit: str | None = None) -> Report:
-    """Return the newest result that has a part, of all instructions or of a limit on them.
+def newest(part: str = "llama", limit: str | None = None, *, amx: bool = False) -> Report:
+    """Return the newest result that has a part, of all instructions or of a limit on them; of one day the first name.
+
+    Args:
+        part: One of `benchmarks.run.PARTS`.
+        limit: One of `LIMITS`, None for no limit.
+        amx: Whether the result is of a CPU with AMX, which has tables of its own.
 
     Raises:
         ValueError: There is none.
     """
     kind = "limited" if limit else "speed"
-    reports = map(_read, _RESULTS.glob(f"{kind}-*.json"))
-    fitting = (report for report in reports if part in report and report.get("limit") == limit)
+    paths = sorted(_RESULTS.glob(f"{kind}-*.json"))
+    reports = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
+    fitting = (
+        report for report in reports if part in report and report.get("limit") == limit and uses_amx(report) == amx
+    )
     return max(fitting, key=lambda report: report["date"])
 
 
-def _read(path: Path) -> Report:
-    return json.loads(path.read_text(encoding="utf-8"))
+def uses_amx(report: Report) -> bool:
+    """Return whether the products of a result took AMX: limits on oneDNN exclude it."""
+    return report.get("limit") is None and "amx_int8" in report["flags"]
 
 
 def summary(report: Report) -> str:
@@ -74,17 +81,9 @@ def limited_encoder_speed() -> str:
     return table(header, _ratios(shown, ("limit", "encoder", "shape"), columns))
 
 
-def _limited_rows(part: str, limits: tuple[str, ...]) -> list[dict[str, Any]]:
+def _limited_rows(part: str, limits: tuple[str, ...]) -> list[Row]:
     reports = [newest(part, limit) for limit in limits]
     return [{"limit": report["limit"], **row} for report in reports for row in report[part]]
-
-
-def amx_speed() -> str:
-    """Return decoding and prefill of the Llama on a CPU with AMX, without peers."""
-    report = _read(_WITH_AMX)
-    ours = {method.name for method in (*FLOATS, *OURS)}
-    speeds = model_speed({**report, "llama": [row for row in report["llama"] if row["name"] in ours]})
-    return f"{speeds}\n\n{report['machine']}, {report['date']}."
 
 
 def sentence_speeds(report: Report) -> dict[str, float]:
@@ -113,7 +112,7 @@ def encoder_speed(report: Report) -> str:
     return f"{table(header, lines)}\n\n{_encoder_caption(report, rows)}"
 
 
-def _encoder_caption(report: Report, rows: list[dict[str, Any]]) -> str:
+def _encoder_caption(report: Report, rows: list[Row]) -> str:
     encoders = "; ".join(dict.fromkeys(row["encoder"] for row in rows))
     seconds = {(row["encoder"], row["shape"]): row["float_seconds"] for row in rows if row["threads"] == 1}
     times = ", ".join(f"{value * 1000:.0f}" for value in seconds.values())
@@ -139,21 +138,56 @@ def linear_speed(report: Report) -> str:
 
 def gradient_speed(report: Report) -> str:
     """Return the gradient of x through one Linear, by shape, and where that was measured."""
-    return _by_shape(report, report["gradients"])
+    return f"{_by_shape(report['gradients'])}\n\n{machine(report)}"
 
 
 def read_speed(report: Report) -> str:
     """Return which share of the speed of reading memory products of one token reach, and where that was measured."""
-    return _by_shape(report, [{**row, "ratio": row["share"]} for row in report["bandwidth"] if row["name"] != "read"])
+    return f"{_by_shape(_shares(report))}\n\n{machine(report)}"
 
 
-def _by_shape(report: Report, rows: list[dict[str, Any]]) -> str:
+def _shares(report: Report) -> list[Row]:
+    return [{**row, "ratio": row["share"]} for row in report["bandwidth"] if row["name"] != "read"]
+
+
+def _by_shape(rows: list[Row]) -> str:
     shapes = list(dict.fromkeys((row["N"], row["K"]) for row in rows))
-    lines = _ratios(rows, ("N", "K"), shapes)
-    return f"{table(['method', *(f'{N}x{K}' for N, K in shapes)], lines)}\n\n{machine(report)}"
+    return table(["method", *(f"{N}x{K}" for N, K in shapes)], _ratios(rows, ("N", "K"), shapes))
 
 
-def _ratios(rows: list[dict[str, Any]], key: tuple[str, ...], columns: list[tuple[Any, ...]]) -> list[list[str]]:
+def amx_linear_speed(report: Report) -> str:
+    """Return one Linear alone on a CPU with AMX."""
+    return f"{linear_speed(report)}\n\n{_amx_caption(report, report['linear'])}"
+
+
+def amx_encoder_speed(report: Report) -> str:
+    """Return how fast all encoders are on one thread of a CPU with AMX, and how exact MiniLM is there."""
+    rows = [row for row in report["encoders"] if row["threads"] == 1]
+    columns = list(dict.fromkeys((row["encoder"], row["shape"]) for row in rows))
+    cosines = {row["name"]: f"{row['cosine']:.4f}" for row in rows if row["encoder"].startswith("MiniLM")}
+    header = ["method", "MiniLM-L6, cosine", *(f"{encoder.partition(',')[0]}, {shape}" for encoder, shape in columns)]
+    lines = [[name, cosines[name], *cells] for name, *cells in _ratios(rows, ("encoder", "shape"), columns)]
+    return f"{table(header, lines)}\n\n{_amx_caption(report, rows)}"
+
+
+def amx_read_speed(report: Report) -> str:
+    """Return which share of the speed of reading memory products of one token reach on a CPU with AMX."""
+    return f"{_by_shape(_shares(report))}\n\n{_amx_caption(report, report['bandwidth'])}"
+
+
+def _amx_caption(report: Report, rows: list[Row]) -> str:
+    """Return where figures were taken, and how far the rounds of the middle one lie from it."""
+    ranges = [(row["ratio"], *row["ratio_range"]) for row in rows]
+    distances = [max(high - ratio, ratio - low) / ratio for ratio, low, high in ranges]
+    # A baseline has none.
+    percent = 100 * statistics.median(distance for distance in distances if distance)
+    return (
+        f"{report['machine']} ({', '.join(report['flags'])}), {report['date']}; torch {report['versions']['torch']}. "
+        f"In half of the cells the rounds lie within {percent:.0f} % of the figure."
+    )
+
+
+def _ratios(rows: list[Row], key: tuple[str, ...], columns: list[tuple[Any, ...]]) -> list[list[str]]:
     found = {(row["name"], *(row[name] for name in key)): row for row in rows}
     lines = []
     for name in dict.fromkeys(row["name"] for row in rows):
@@ -191,17 +225,16 @@ def errors(report: Report) -> str:
     return table(["method", "error", "floor", "ratio"], rows)
 
 
-def casting() -> str:
+def casting(report: Report) -> str:
     """Return what casting takes beside a product on a CPU with AMX, and the speed-up that no cast can pass."""
-    report = _read(_WITH_AMX)
-    header = ["N x K", "F.linear, us", "cast alone, us", "product of what was cast, us", "bound of int8 to bf16"]
-    found = {(row["N"], row["K"], row["name"]): row["seconds"] for row in report["casting"]}
+    header = ["N x K", "F.linear, us", "cast alone", "product of what was cast", "bound of int8 to bf16"]
+    found = {(row["N"], row["K"], row["name"]): row for row in report["casting"]}
     rows = []
     for N, K in dict.fromkeys((row["N"], row["K"]) for row in report["casting"]):
-        linear, cast, *products = (found[N, K, name] for name in ("linear", "cast", "right", "left"))
-        times = [f"{seconds * 1e6:.0f}" for seconds in (linear, cast, min(products))]
-        rows.append([f"{N}x{K}", *times, f"{linear / (cast + min(products)):.2f}"])
-    return f"{table(header, rows)}\n\n{report['machine']}, {report['date']}."
+        cast, *products = (1 / found[N, K, name]["ratio"] for name in ("cast", "right", "left"))
+        times = [f"{found[N, K, 'linear']['seconds'] * 1e6:.0f}", f"{cast:.2f}", f"{min(products):.2f}"]
+        rows.append([f"{N}x{K}", *times, f"{1 / (cast + min(products)):.2f}"])
+    return f"{table(header, rows)}\n\n{_amx_caption(report, report['casting'])}"
 
 
 def quantization(report: Report) -> str:
@@ -265,4 +298,12 @@ TABLES: dict[str, tuple[str, Callable[[Report], str]]] = {
     "speed-startup": ("startup", startup),
     "speed-gradients": ("gradients", gradient_speed),
     "speed-bandwidth": ("bandwidth", read_speed),
+}
+
+# The same of results of CPUs with AMX.
+AMX_TABLES: dict[str, tuple[str, Callable[[Report], str]]] = {
+    "speed-amx-linear": ("linear", amx_linear_speed),
+    "speed-amx-encoders": ("encoders", amx_encoder_speed),
+    "speed-amx-bandwidth": ("bandwidth", amx_read_speed),
+    "speed-casting": ("casting", casting),
 }
