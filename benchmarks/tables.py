@@ -474,8 +474,8 @@ def calibration() -> str:
 
 
 def cuda_products() -> str:
-    """Return the speed of single products on the GPU that was measured last."""
-    report = _newest_gpu()
+    """Return the speed of single products on the GPU where they were measured last."""
+    report = newest_gpu("products")
     ratios = {
         (row["N"], row["K"], row["M"], row["name"].split(", ")[-1 if "8-bit" in row["name"] else 0]): row["ratio"]
         for row in report["products"]
@@ -486,24 +486,35 @@ def cuda_products() -> str:
         [f"{N} x {K}", str(M), *(f"{ratios[N, K, M, name]:.2f}" if (N, K, M, name) in ratios else "" for name in names)]
         for N, K, M in sizes
     ]
-    return table(["weight", "rows of x", *names[:-1], "int8, 8-bit activations"], rows)
+    return f"{table(['weight', 'rows of x', *names[:-1], 'int8, 8-bit activations'], rows)}\n\n{_gpu_caption(report)}"
 
 
 def cuda_model() -> str:
-    """Return the speed of a whole model on the GPU that was measured last."""
-    report = _newest_gpu()
+    """Return the speed of a whole model on the GPU where it was measured last, with the range of the rounds."""
+    report = newest_gpu("model")
     phases = ["decode, compiled", "decode", "prefill"]
-    ratios = {(row["name"], row["phase"]): row["ratio"] for row in report["model"]}
+    cells = {
+        (row["name"], row["phase"]): "{:.2f} ({:.2f} to {:.2f})".format(row["ratio"], *row["ratio_range"])
+        for row in report["model"]
+    }
     names = list(dict.fromkeys(row["name"] for row in report["model"]))
-    rows = [[name, *(f"{ratios[name, phase]:.2f}" for phase in phases)] for name in names]
+    rows = [[name, *(cells.get((name, phase), "") for phase in phases)] for name in names]
+    return f"{table(['method', *phases], rows)}\n\n{_gpu_caption(report)}"
+
+
+def newest_gpu(part: str) -> dict[str, Any]:
+    """Return the newest result of `benchmarks.cuda` that has rows of a part; of one day the first name.
+
+    Raises:
+        ValueError: There is none.
+    """
+    reports = (json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("cuda-*.json")))
+    return max((report for report in reports if report[part]), key=lambda report: report["date"])
+
+
+def _gpu_caption(report: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {report['versions'][name]}" for name in ("torch", "triton", "transformers"))
-    caption = f"{report['machine']}, {report['date']}; {versions}."
-    return f"{table(['method', *phases], rows)}\n\n{caption}"
-
-
-def _newest_gpu() -> dict[str, Any]:
-    reports = [json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("cuda-*.json")]
-    return max(reports, key=lambda report: report["date"])
+    return f"{report['machine']}, {report['date']}; {versions}."
 
 
 def scale() -> str:

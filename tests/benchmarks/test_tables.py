@@ -53,6 +53,26 @@ def test_of_one_day_the_first_name_counts(write: Write) -> None:
     for name in ("speed-c", "speed-a", "speed-b"):
         write(name, "2026-01-01", linear=[])
     assert speed_tables.newest("linear")["machine"] == "speed-a"
+    for name in ("cuda-c", "cuda-a", "cuda-b"):
+        write(name, "2026-01-01", products=[1])
+    assert tables.newest_gpu("products")["machine"] == "cuda-a"
+
+
+def test_products_and_models_may_come_from_two_gpus(write: Write) -> None:
+    write("cuda-a", "2026-01-01", products=[1], model=[1])
+    write("cuda-b", "2026-01-02", products=[2], model=[])
+    write("cuda-c", "2026-01-02", products=[], model=[3])
+    assert tables.newest_gpu("products")["machine"] == "cuda-b"
+    assert tables.newest_gpu("model")["machine"] == "cuda-c"
+
+
+def test_a_whole_model_on_a_gpu_shows_its_rounds_and_where(write: Write) -> None:
+    versions = {"torch": "2", "triton": "3", "transformers": "5"}
+    phases = [row(0.5, 0.25, 1.0, name="int8", phase=phase) for phase in ("decode", "prefill")]
+    write("cuda-a", "2026-01-01", products=[], model=phases, versions=versions)
+    lines = tables.cuda_model().splitlines()
+    assert lines[2] == "| int8 |  | 0.50 (0.25 to 1.00) | 0.50 (0.25 to 1.00) |"
+    assert lines[-1] == "cuda-a, 2026-01-01; torch 2, triton 3, transformers 5."
 
 
 def test_the_encoders_of_amx_are_those_of_one_thread(write: Write) -> None:
