@@ -55,8 +55,8 @@ _OF_ANY_CPU = (
     Library(_PLANES / "planes.so", ("*.c",), _ROUNDED),
 )
 _X86 = (
-    Library(_PRODUCTS / "avx2.so", (*_OF_ALL, "words/integers.c"), _AVX2),
-    Library(_PRODUCTS / "avx_vnni.so", (*_OF_ALL, "bytes/*.c"), [*_AVX2, "-mavxvnni"]),
+    Library(_PRODUCTS / "avx2.so", (*_OF_ALL, "floats.c", "words/integers.c"), _AVX2),
+    Library(_PRODUCTS / "avx_vnni.so", (*_OF_ALL, "floats.c", "bytes/*.c"), [*_AVX2, "-mavxvnni"]),
     Library(_PRODUCTS / "avx512.so", (*_OF_ALL, "bytes/*.c", *_PANELS), _AVX512),
     Library(_PRODUCTS / "avx512_bf16.so", (*_OF_ALL, "bytes/*.c", *_PANELS, "tiles/bfloat16.c"), _AVX512_BF16),
     Library(_PRODUCTS / "amx.so", (*_OF_ALL, "bytes/*.c", "tiles/*.c"), _AMX),

@@ -48,9 +48,9 @@ ALL = sys.maxsize
 # Integer codes in a 16-bit dtype that the CPU multiplies fast, without AMX; the scales of codebook4 take longer.
 _SHORT_ROWS = 256
 _CODEBOOK_ROWS = 64
-# Integer codes in float32, and float8, with AVX2; integer codes with NEON, where nothing was measured.
+# Integer codes with NEON, where nothing was measured.
 _WIDENED_ROWS = 16
-# Float8 with more than AVX2, and uint, where products of many rows do not serve.
+# Float8 and uint where products of many rows do not serve.
 _FLOAT8_ROWS, _UINT_ROWS = 8, 16
 
 # From so many elements on a weight is large.
@@ -112,15 +112,13 @@ def most_rows(form: Format, dtype: torch.dtype, weights: int, library: str) -> i
     is_fast = product_dtype(dtype, _SHORT_ROWS + 1) == dtype
     is_widened = library == "avx512_bf16" and dtype == torch.bfloat16
     if isinstance(form, (UInt, Float8E4M3)):
-        if is_widened or (library in ("avx512", "avx512_bf16", "amx") and (dtype == torch.float32 or not is_fast)):
+        if library != "neon" and (is_widened or dtype == torch.float32 or not is_fast):
             return ALL
-        return _UINT_ROWS if isinstance(form, UInt) else _WIDENED_ROWS if library == "avx2" else _FLOAT8_ROWS
+        return _UINT_ROWS if isinstance(form, UInt) else _FLOAT8_ROWS
     if library == "neon":
         return ALL if dtype == torch.float32 and is_rounding(form) else _WIDENED_ROWS
-    if not is_fast or is_rounding(form) or (is_widened and _group_size(form) % 32 == 0):
+    if dtype == torch.float32 or not is_fast or is_rounding(form) or (is_widened and _group_size(form) % 32 == 0):
         return ALL
-    if dtype == torch.float32:
-        return _WIDENED_ROWS if library == "avx2" else ALL
     return _CODEBOOK_ROWS if isinstance(form, Codebook4) else _SHORT_ROWS
 
 

@@ -28,7 +28,7 @@ every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 
 FORMATS = [Int8(), Int8(4), Int8(16), Int8(32), Int8(128), Int4(32), Int4(64), Int4(128), Codebook4(), Float8E4M3()]
 # On both sides of every threshold, of a vector of tokens and of a tile of three, and more than one panel of digits.
-ROWS = (1, 2, 3, 4, 5, 16, 17, 33, 49, 700)
+ROWS = (1, 2, 3, 4, 5, 7, 9, 16, 17, 33, 49, 700)
 
 
 def product(x: Tensor, tensors: dict[str, Tensor], form: Format, bias: Tensor | None = None) -> Tensor:
@@ -69,6 +69,19 @@ def test_every_number_of_rows_is_as_exact_on_every_cpu(form: Format, dtype: torc
     tensors = form.quantize(random_weight(50, 128, dtype=dtype))
     weight = form.dequantize(tensors, (50, 128), torch.float32)
     assert_close_products(lambda x, bias: product(x, tensors, form, bias), weight, dtype, (1, 17, 65, 129, 257))
+
+
+@pytest.mark.slow
+@pytest.mark.covering(1)
+@pytest.mark.usefixtures("library")
+@every_dtype
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_the_longest_rows_are_multiplied_with_more_tokens_than_are_held(form: Format, dtype: torch.dtype) -> None:
+    N, K = 27, 1 << 16
+    form = form.fallback((N, K))
+    tensors = form.quantize(random_weight(N, K, dtype=dtype))
+    weight = form.dequantize(tensors, (N, K), torch.float32)
+    assert_close_products(lambda x, bias: product(x, tensors, form, bias), weight, dtype, (70,))
 
 
 @pytest.mark.slow

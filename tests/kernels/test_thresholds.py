@@ -64,10 +64,10 @@ def most_rows(form: Format, dtype: torch.dtype, N: int = 1024, K: int = 1024) ->
         (COOPER_LAKE, BFLOAT16, [ALL] * 6),
         (ICE_LAKE, FLOAT32, [ALL] * 6),
         (ICE_LAKE, BFLOAT16, [ALL] * 6),
-        (ALDER_LAKE, FLOAT32, [ALL, ALL, ALL, ALL, 8, 16]),
-        (ALDER_LAKE, BFLOAT16, [ALL, ALL, ALL, ALL, 8, 16]),
-        (HASWELL, FLOAT32, [16, 16, ALL, 16, 16, 16]),
-        (HASWELL, BFLOAT16, [ALL, ALL, ALL, ALL, 16, 16]),
+        (ALDER_LAKE, FLOAT32, [ALL] * 6),
+        (ALDER_LAKE, BFLOAT16, [ALL] * 6),
+        (HASWELL, FLOAT32, [ALL] * 6),
+        (HASWELL, BFLOAT16, [ALL] * 6),
         (OLD, FLOAT32, [0] * 6),
         (GRAVITON, FLOAT32, [16, 16, ALL, 16, 8, 16]),
         (GRAVITON, BFLOAT16, [16, 16, 16, 16, 8, 16]),
@@ -157,10 +157,10 @@ MANY, DEQUANTIZED = "longer than one with float weights. int8", "each product de
         (AMX, BFLOAT16, [None, None, None, None, MANY, MANY]),
         (GENOA, BFLOAT16, [None] * 6),
         (ICE_LAKE, FLOAT32, [None] * 6),
-        (ALDER_LAKE, FLOAT32, [None, None, None, None, MANY, MANY]),
+        (ALDER_LAKE, FLOAT32, [None] * 6),
         (ICE_LAKE, BFLOAT16, [None] * 6),
         (ALDER_LAKE, FLOAT16, [None] * 6),
-        (HASWELL, FLOAT32, [MANY, MANY, None, MANY, MANY, MANY]),
+        (HASWELL, FLOAT32, [None] * 6),
         (HASWELL, BFLOAT16, [None] * 6),
         (GRAVITON, BFLOAT16, [MANY, MANY, None, MANY, MANY, MANY]),
         (OLD, FLOAT32, [DEQUANTIZED] * 6),
@@ -178,11 +178,11 @@ def test_what_is_slow_on_a_cpu_is_said(
 
 
 def test_of_other_formats_what_their_codes_are_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_cpu(HASWELL, monkeypatch)
+    use_cpu(GRAVITON, monkeypatch)
     scaled = get_format({"format": "uint3", "column_scale": True})
     assert isinstance(scaled, ColumnScaled)
     assert slowness(scaled, FLOAT32) == slowness(UInt3(), FLOAT32)
-    assert slowness(UInt4(32), BFLOAT16) is None
+    assert MANY in (slowness(UInt4(32), BFLOAT16) or "")
     assert MANY in (slowness(Codebook4(), FLOAT32) or "")
     int8, coded = slowness(Int8(), FLOAT32), slowness(Coded(), FLOAT32)
     assert int8 is not None

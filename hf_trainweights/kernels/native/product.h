@@ -91,15 +91,15 @@ static inline void multiply_few_uint(const Product *p, int threads, int8_t *memo
 }
 #endif
 
-// Of many rows of x, which native/tiles holds as panels, where AVX-512 is.
-#ifdef __AVX512F__
-int takes_panels(const Product *p);
-int64_t panels_bytes(const Product *p, int threads);
-void multiply_panels(const Product *p, int threads, int8_t *memory);
-#else
+// Of many rows of x: by native/tiles where AVX-512 is, by floats.c where only AVX2 is.
+#ifdef __ARM_NEON
 static inline int takes_panels(const Product *p) { return (void)p, 0; }
 static inline int64_t panels_bytes(const Product *p, int threads) { return (void)p, threads; }
 static inline void multiply_panels(const Product *p, int threads, int8_t *memory) {
     (void)p, (void)threads, (void)memory;
 }
+#else
+int takes_panels(const Product *p);
+int64_t panels_bytes(const Product *p, int threads);
+void multiply_panels(const Product *p, int threads, int8_t *memory);
 #endif
