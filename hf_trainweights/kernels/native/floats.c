@@ -4,7 +4,7 @@
 #include "vectors.h"
 
 // Rows of the weight that a thread dequantizes at a time, and tokens that they meet at a time, in two vectors.
-#define BLOCK_ROWS 24
+#define BLOCK_ROWS 48
 #define UNIT_TOKENS (2 * LANES)
 // Columns that are summed at a time: more float32 products in a row would add up their errors, and these stay in the
 // first-level cache.
@@ -56,9 +56,9 @@ static int64_t most_rows_of_others(const Weight *w) {
 #ifdef __AVXVNNI__
     if (w->bits && !w->code_units) return INT64_MAX;
 #endif
-    if (!w->bits) return 8;
-    if (w->dtype == FLOAT32 && w->digits > 1) return w->bits == 8 ? 8 : 6;
-    return w->bits == 8 ? 48 : w->code_units ? 24 : 12;
+    int is_one = w->dtype != FLOAT32 || w->digits == 1;  // number of 16 bits that holds an activation
+    if (w->bits == 4 && !w->code_units) return is_one ? 10 : 6;
+    return is_one && w->bits ? 48 : 10;
 }
 
 int takes_panels(const Product *p) { return p->M > most_rows_of_others(&p->weight); }
