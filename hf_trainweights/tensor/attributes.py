@@ -56,6 +56,7 @@ def _set_data(tensor: Tensor, data: Tensor) -> Any:
         )
     Tensor.data.__set__(tensor, data)  # type: ignore[attr-defined]
     tensor.format, tensor.stored_shape, tensor.transposed = data.format, data.stored_shape, data.transposed
+    tensor.flattened = data.flattened
     return tensor.hold_(data.held)
 
 
