@@ -42,7 +42,7 @@ def _set_requires_grad(tensor: QuantizedTensor, requires_grad: bool) -> None:
 
 
 @replaces(Tensor.data.__set__)  # type: ignore[attr-defined]
-def _set_data(tensor: Tensor, data: Tensor) -> Any:
+def set_data(tensor: Tensor, data: Tensor) -> Any:
     """Take over shape, dtype and tensors of `data`; PEFT casts a model by `param.data = param.data.to(...)`."""
     if not isinstance(tensor, QuantizedTensor):
         return NotImplemented

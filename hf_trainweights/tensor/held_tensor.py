@@ -17,15 +17,17 @@ from hf_trainweights.kernels.arguments import MultiplyFew
 class Held:
     """The tensors that a weight holds in memory, and what a kernel prepared for them: exchanged as one attribute.
 
-    Another thread may multiply meanwhile, so nothing here changes but `multiply_few`, which depends on the rest alone.
+    Another thread may multiply meanwhile, so `tensors` stays as it is, and the rest is what can be made of it again.
     """
 
-    __slots__ = ("multiply_few", "tensors")
+    __slots__ = ("cast", "multiply_few", "tensors")
 
     def __init__(self, tensors: dict[str, Tensor]):
         self.tensors = tensors
         # The kernel's function for the few rows of a decoding step; None until the first of them.
         self.multiply_few: MultiplyFew | None = None
+        # The weight in the dtype that autocast wants, with the same tensors; None until the first product in autocast.
+        self.cast: HeldTensor | None = None
 
 
 def _stored_tensor(name: str) -> Any:

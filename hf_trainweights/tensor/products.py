@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from hf_trainweights import kernels
 from hf_trainweights.errors import UnsupportedError
+from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.base import Format
 from hf_trainweights.kernels.arguments import MultiplyFew
 from hf_trainweights.kernels.dequantized import multiply_dequantized, multiply_transpose
+from hf_trainweights.tensor.attributes import set_data
 from hf_trainweights.tensor.dispatch import compute_dequantized, implements, replaces
 from hf_trainweights.tensor.held_tensor import Held
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
@@ -151,15 +153,57 @@ implements(aten.baddbmm.default)(compute_dequantized)
 @replaces(F.linear)
 def _linear_at_once(input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002  (callers pass it by this name)
     """Multiply without the way through the dispatcher, which costs as much as the product of one token."""
-    if type(weight) is not QuantizedTensor or not is_plain(input, bias) or _is_watched():
+    if type(weight) is not QuantizedTensor or not is_plain(input, bias):
         return NotImplemented
+    if _is_watched():
+        return _linear_in_autocast(input, weight, bias) if _is_cast_alone() else NotImplemented
     held = weight.held
     out = (held.multiply_few or _settle(weight, held))(input, bias)
     return out if out is not None else _linear(F.linear, input, weight, bias)
 
 
-def _watch() -> Callable[[], bool]:
-    """Return whether autograd, autocast, transforms, modes or compilers want to see each op; True in doubt."""
+def _linear_in_autocast(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Any:
+    """Multiply with a weight that shows autocast's dtype and holds the same tensors, which autocast would copy."""
+    device = weight.device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return NotImplemented
+    dtype = torch.get_autocast_dtype(device)
+    if dtype not in FLOAT_DTYPES or weight.dtype not in FLOAT_DTYPES:
+        return NotImplemented
+    cast = weight if weight.dtype == dtype else _cast_weight(weight, dtype)
+    if not torch.is_grad_enabled():
+        x, bias = _cast_plain(x, dtype, device), None if bias is None else _cast_plain(bias, dtype, device)
+        held = cast.held
+        out = (held.multiply_few or _settle(cast, held))(x, bias)
+        if out is not None:
+            return out
+    return F.linear(x, cast, bias)
+
+
+def _cast_plain(tensor: Tensor, dtype: torch.dtype, device: str) -> Tensor:
+    """Return a plain tensor as the autocast of a device passes it on."""
+    is_cast = tensor.is_floating_point() and tensor.dtype != torch.float64 and tensor.device.type == device
+    return tensor.to(dtype) if is_cast else tensor
+
+
+def _cast_weight(weight: QuantizedTensor, dtype: torch.dtype) -> Any:
+    """Return the weight in another dtype, with the same tensors; it is kept beside them."""
+    held = weight.held
+    cast = held.cast
+    if cast is None or cast.dtype != dtype:
+        # What is made in inference mode could not be saved for a gradient later.
+        with torch.inference_mode(False), torch.no_grad():
+            shown = QuantizedTensor.from_held(held, weight.format, weight.stored_shape, dtype, weight.transposed)
+            # It counts writes with the weight, so that autograd refuses a gradient by one that was written meanwhile.
+            cast = held.cast = set_data(weight.detach(), shown)
+    return cast
+
+
+def _watch() -> tuple[Callable[[], bool], Callable[[], bool]]:
+    """Return whether something wants to see each op, and whether it is autograd and autocast alone; in doubt it is not.
+
+    Others are compilers, modes and transforms.
+    """
     try:
         is_compiling, has_gradients = torch.compiler.is_compiling, torch.is_grad_enabled
         is_casting, modes = torch._C._is_any_autocast_enabled, torch._C._len_torch_dispatch_stack
@@ -167,23 +211,22 @@ def _watch() -> Callable[[], bool]:
         tangents = torch.autograd.forward_ad
         _ = tangents._current_level
     except AttributeError:  # another release of torch has other names
-        return lambda: True
+        return lambda: True, lambda: False
+
+    def is_traced() -> bool:
+        return bool(is_compiling() or modes() or transform() is not None or tangents._current_level >= 0)
 
     def is_watched() -> bool:
-        return bool(
-            has_gradients()
-            or is_compiling()
-            or is_casting()
-            or modes()
-            or transform() is not None
-            or tangents._current_level >= 0
-        )
+        return has_gradients() or is_traced() or is_casting()
 
-    return is_watched
+    def is_cast_alone() -> bool:
+        return not is_traced() and is_casting()
+
+    return is_watched, is_cast_alone
 
 
 # Bound once: to look these names up at each product takes 3 % of a small one.
-_is_watched = _watch()
+_is_watched, _is_cast_alone = _watch()
 
 
 def _settle(weight: QuantizedTensor, held: Held) -> MultiplyFew:

@@ -1,7 +1,9 @@
-"""`F.linear` without a gradient: everything that is not its plain case, by the value that the float weight gives."""
+"""`F.linear` without a gradient or in autocast: all that is not its plain case, by the value of the float weight."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +16,8 @@ from cpus import AMX, GENOA, use_cpu, use_library
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
-from weights import random_weight
+from weights import FORMS as ALL_FORMS
+from weights import quantized_weight, random_weight
 
 from hf_trainweights import QuantizedTensor, kernels
 from hf_trainweights.formats import get_format
@@ -23,6 +26,7 @@ from hf_trainweights.formats.codebook4 import Codebook4
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.tensor import products
+from hf_trainweights.tensor.dispatch import HANDLERS
 from hf_trainweights.tensor.held_tensor import Held
 
 N, K = 48, 64
@@ -349,6 +353,180 @@ def test_tensors_that_are_exchanged_while_a_product_is_prepared_leave_nothing_st
     F.linear(inputs(), weight)  # of the tensors that it held when the product began, or of those that it holds then
     monkeypatch.setattr(kernels, "prepare_few_rows", prepare)
     assert_same(F.linear(inputs(), weight), 2 * before)
+
+
+# Autocast
+
+
+def refuse(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("the stored tensors are copied")
+
+
+CALLS: dict[str, Callable[..., Tensor]] = {
+    "positions": lambda x, w, bias: F.linear(x, w, bias),
+    "keywords": lambda x, w, bias: F.linear(weight=w, bias=bias, input=x),
+    "nn.Linear": lambda x, w, bias: torch.func.functional_call(
+        nn.Linear(x.shape[1], 6), {"weight": w, "bias": bias}, x
+    ),
+}
+
+
+@pytest.mark.parametrize("has_gradient", [False, True], ids=["no gradient", "gradient"])
+@pytest.mark.parametrize("form", ALL_FORMS)
+def test_a_product_in_autocast_copies_no_codes_and_has_the_bits_of_one_that_does(
+    form: str, has_gradient: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, bias, copy_handler = quantized_weight(form), inputs(6), HANDLERS[torch.ops.aten._to_copy.default]
+    for dtype in (torch.bfloat16, torch.float16):
+        rows = [inputs(M, 128) for M in (1, 3, 70)]
+        expected = [F.linear(x.to(dtype), weight.to(dtype), bias.to(dtype)) for x in rows]
+        monkeypatch.setitem(HANDLERS, torch.ops.aten._to_copy.default, refuse)
+        with torch.autocast("cpu", dtype), torch.set_grad_enabled(has_gradient):
+            for call in CALLS.values():
+                for x, one in zip(rows, expected, strict=True):
+                    assert torch.equal(call(x.requires_grad_(has_gradient), weight, bias), one)
+        monkeypatch.setitem(HANDLERS, torch.ops.aten._to_copy.default, copy_handler)
+
+
+@pytest.mark.parametrize("shown", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_in_autocast_have_the_bits_of_those_by_a_cast_weight(form: str, shown: torch.dtype) -> None:
+    weight, gradient = quantized(FORMS[form], shown), inputs(3, N).bfloat16()
+
+    def gradients(multiply: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, ...]:
+        x, bias = inputs(3, K).requires_grad_(), inputs(N).requires_grad_()
+        with torch.enable_grad():
+            return torch.autograd.grad(multiply(x, bias), (x, bias), gradient)
+
+    def in_autocast(x: Tensor, bias: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.linear(x, weight, bias)
+
+    def by_hand(x: Tensor, bias: Tensor) -> Tensor:
+        return F.linear(x.bfloat16(), weight.to(torch.bfloat16), bias.bfloat16())
+
+    for found, expected in zip(gradients(in_autocast), gradients(by_hand), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("case", EXCHANGES)
+def test_a_product_in_autocast_uses_the_tensors_that_the_weight_holds(case: str) -> None:
+    weight, other = quantized(), quantized(seed=5)
+    before, after = autocast(weight), autocast(other)
+    EXCHANGES[case](weight, other)
+    for _ in range(2):
+        assert torch.equal(autocast(weight), after)
+    assert not torch.equal(before, after)
+
+
+def test_autograd_refuses_a_gradient_in_autocast_by_a_weight_that_was_written_meanwhile() -> None:
+    weight, x = quantized(), inputs().requires_grad_()
+    with torch.enable_grad():
+        autocast(weight)  # what is kept counts writes too
+        with torch.autocast("cpu", torch.bfloat16):
+            out = F.linear(x, weight).sum()
+    weight.copy_(quantized(seed=5))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
+def test_where_autocast_is_off_again_a_product_has_the_dtype_of_its_weight() -> None:
+    weight = quantized()
+    expected = F.linear(inputs(), weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert F.linear(inputs(), weight).dtype == torch.bfloat16
+        with torch.autocast("cpu", enabled=False):
+            assert torch.equal(F.linear(inputs(), weight), expected)
+        with torch.autocast("cpu", torch.float16):
+            assert F.linear(inputs(), weight).dtype == torch.float16
+        assert F.linear(inputs(), weight).dtype == torch.bfloat16
+    assert torch.equal(F.linear(inputs(), weight), expected)
+
+
+def test_autocast_of_another_device_leaves_a_product_alone() -> None:
+    weight = quantized()
+    expected = F.linear(inputs(), weight)
+    torch.set_autocast_enabled("xpu", True)
+    try:
+        assert torch.equal(F.linear(inputs(), weight), expected)
+    finally:
+        torch.set_autocast_enabled("xpu", False)
+
+
+@pytest.mark.parametrize("shown", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("given", [torch.float32, torch.float64, torch.float16, torch.int32], ids=str)
+def test_autocast_leaves_float64_and_integers_as_they_are(shown: torch.dtype, given: torch.dtype) -> None:
+    weight = quantized().to(shown)
+    for has_gradient in (False, True):
+        for bias in (None, inputs(N), inputs(N).double()):
+
+            def multiply(w: Tensor, bias: Tensor | None = bias, has_gradient: bool = has_gradient) -> Tensor:
+                with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(has_gradient):
+                    return F.linear(inputs().to(given), w, bias).detach()
+
+            expected, refused = result_or_error(multiply, weight.dequantize())
+            result, error = result_or_error(multiply, weight)
+            assert isinstance(error, type(refused))
+            if expected is not None and result is not None:
+                assert_same(result, expected)
+
+
+def test_a_weight_on_the_meta_device_gives_a_shape_in_autocast() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert F.linear(inputs().to("meta"), quantized().to("meta")).shape == (3, N)
+
+
+def test_threads_whose_autocasts_have_other_dtypes_each_get_their_own() -> None:
+    weight, wrong, begin = quantized(), list[torch.dtype](), threading.Barrier(2)
+    expected = {dtype: F.linear(inputs(dtype=dtype), weight.to(dtype)) for dtype in (torch.bfloat16, torch.float16)}
+
+    def multiply(dtype: torch.dtype) -> None:
+        begin.wait()
+        with torch.no_grad(), torch.autocast("cpu", dtype):
+            for _ in range(200):
+                if not torch.equal(F.linear(inputs(), weight), expected[dtype]):
+                    wrong.append(dtype)
+
+    threads = [threading.Thread(target=multiply, args=[dtype]) for dtype in expected]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("is_made_in", ["inference mode", "usual mode"])
+def test_a_gradient_in_autocast_may_follow_products_in_inference_mode(is_made_in: str) -> None:
+    with torch.inference_mode(is_made_in == "inference mode"):
+        weight = quantized()
+    with torch.inference_mode():
+        expected = autocast(weight)
+    x = inputs().requires_grad_()
+    with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
+        out = F.linear(x, weight)
+        (gradient,) = torch.autograd.grad(out.sum(), x)
+    assert torch.equal(out, expected)
+    assert gradient.shape == x.shape
+
+
+def test_what_autocast_leaves_at_a_weight_is_in_no_copy_of_it() -> None:
+    weight = quantized()
+    before = pickle.dumps(weight)
+    autocast(weight)
+    assert pickle.dumps(weight) == before
+    assert copy.deepcopy(weight).held.cast is None
+    assert weight.to(torch.bfloat16).qdata is not weight.qdata
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+@pytest.mark.parametrize("case", [case for case in WATCHERS if case != "autograd"])
+def test_who_watches_in_autocast_sees_what_a_float_weight_would_show(case: str) -> None:
+    def multiply(weight: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return WATCHERS[case](weight)
+
+    assert_like_dense(multiply, quantized())
 
 
 # Gradients
