@@ -102,6 +102,8 @@ SPREAD: dict[str, Callable[[], nn.Module]] = {
     "tied": lambda: fully_shard(tied_stack(), mesh=mesh_of_all()),
     **{name: lambda how=how: sharded(stack("int8", 7), **how) for name, how in HOW.items()},
     "checkpointed": lambda: sharded(checkpointed(stack("int8", 7))),
+    "in autocast": lambda: in_autocast(sharded(stack("int8", 7))),
+    "checkpointed in autocast": lambda: in_autocast(sharded(checkpointed(stack("int8", 7)))),
     "compiled": lambda: cast(nn.Module, torch.compile(sharded(stack("int8", 7)), backend="aot_eager")),
 }
 
@@ -125,9 +127,16 @@ def checkpointed(model: nn.Sequential) -> nn.Sequential:
     return model
 
 
-@pytest.mark.parametrize("ways", [["tied", *HOW], *exhaustive([*SPREAD])], ids=["quick ones", "all"])
+def in_autocast(model: nn.Module) -> nn.Module:
+    """Compute in bfloat16, as the Trainer does with bf16=True."""
+    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+    return model
+
+
+@pytest.mark.parametrize("ways", [["tied", "in autocast", *HOW], *exhaustive([*SPREAD])], ids=["quick ones", "all"])
 def test_every_way_to_spread_a_model_trains_as_one_process_does(ways: list[str]) -> None:
-    expected = dict.fromkeys(ways, train(stack("int8", 7))) | {"tied": train(tied_stack())}
+    alone, in_bfloat16 = train(stack("int8", 7)), train(in_autocast(stack("int8", 7)))
+    expected = {way: in_bfloat16 if "autocast" in way else alone for way in ways} | {"tied": train(tied_stack())}
     assert run_ranks(2, losses_of, ways) == [expected] * 2
 
 
