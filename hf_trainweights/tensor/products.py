@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -163,15 +164,10 @@ def _linear_at_once(input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: 
 
 
 def _linear_in_autocast(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Any:
-    """Multiply with a weight that shows autocast's dtype and holds the same tensors, which autocast would copy."""
-    device = weight.device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-        return NotImplemented
-    dtype = torch.get_autocast_dtype(device)
-    if dtype not in FLOAT_DTYPES or weight.dtype not in FLOAT_DTYPES:
-        return NotImplemented
-    cast = weight if weight.dtype == dtype else _cast_weight(weight, dtype)
-    if not torch.is_grad_enabled():
+    """Multiply as autocast does, at once where no gradient is wanted."""
+    dtype, cast = _autocast_dtype(weight), _cast_weight(weight)
+    if dtype is not None and not torch.is_grad_enabled():
+        device = weight.device.type
         x, bias = _cast_plain(x, dtype, device), None if bias is None else _cast_plain(bias, dtype, device)
         held = cast.held
         out = (held.multiply_few or _settle(cast, held))(x, bias)
@@ -180,14 +176,40 @@ def _linear_in_autocast(x: Tensor, weight: QuantizedTensor, bias: Tensor | None)
     return F.linear(x, cast, bias)
 
 
+def _multiply_in_autocast(product: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a product that autocast casts for, with weights that it need not cast."""
+    if not _is_cast_alone() or "out" in kwargs:
+        return NotImplemented
+    return product(*map(_cast_weight, args), **{name: _cast_weight(value) for name, value in kwargs.items()})
+
+
+for _product in (torch.addmm, Tensor.addmm, torch.mm, Tensor.mm, torch.matmul, Tensor.matmul):
+    replaces(_product)(functools.partial(_multiply_in_autocast, _product))
+
+
+def _autocast_dtype(weight: QuantizedTensor) -> torch.dtype | None:
+    """Return the dtype that autocast casts a weight to, None where it leaves it alone."""
+    device = weight.device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return None
+    dtype = torch.get_autocast_dtype(device)
+    return dtype if dtype in FLOAT_DTYPES and weight.dtype in FLOAT_DTYPES else None
+
+
 def _cast_plain(tensor: Tensor, dtype: torch.dtype, device: str) -> Tensor:
-    """Return a plain tensor as the autocast of a device passes it on."""
+    """Return a plain tensor as the autocast of a device casts it."""
     is_cast = tensor.is_floating_point() and tensor.dtype != torch.float64 and tensor.device.type == device
     return tensor.to(dtype) if is_cast else tensor
 
 
-def _cast_weight(weight: QuantizedTensor, dtype: torch.dtype) -> Any:
-    """Return the weight in another dtype, with the same tensors; it is kept beside them."""
+def _cast_weight(weight: Any) -> Any:
+    """Return a quantized weight in autocast's dtype, with the same tensors, which autocast itself would copy.
+
+    It is kept beside them. Anything else is returned as it is.
+    """
+    dtype = _autocast_dtype(weight) if type(weight) is QuantizedTensor else None
+    if dtype is None or dtype == weight.dtype:
+        return weight
     held = weight.held
     cast = held.cast
     if cast is None or cast.dtype != dtype:

@@ -388,6 +388,41 @@ def test_a_product_in_autocast_copies_no_codes_and_has_the_bits_of_one_that_does
         monkeypatch.setitem(HANDLERS, torch.ops.aten._to_copy.default, copy_handler)
 
 
+OTHER_CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "torch.addmm": torch.addmm,
+    "Conv1D": lambda bias, x, w: torch.addmm(bias, x.view(-1, x.size(-1)), w),
+    "keywords": lambda bias, x, w: torch.addmm(input=bias, mat1=x, mat2=w, beta=0.5),
+    "Tensor.addmm": lambda bias, x, w: bias.addmm(x, w),
+    "torch.mm": lambda bias, x, w: torch.mm(x, w),
+    "Tensor.mm": lambda bias, x, w: x.mm(w),
+    "torch.matmul": lambda bias, x, w: torch.matmul(x, w),
+    "Tensor.matmul": lambda bias, x, w: x.matmul(w),
+    "@": lambda bias, x, w: x @ w,
+    "the weight first": lambda bias, x, w: w.t() @ x.t(),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_CALLS)
+def test_other_products_in_autocast_copy_no_codes_either(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, bias, dtype = inputs(), inputs(N), torch.bfloat16
+    stored_transposed = QuantizedTensor.quantize(random_weight(K, N), Int8(), transposed=True)
+    weights = [stored_transposed, quantized().t()]
+    expected = [OTHER_CALLS[case](bias.to(dtype), x.to(dtype), weight.to(dtype)) for weight in weights]
+    monkeypatch.setitem(HANDLERS, torch.ops.aten._to_copy.default, refuse)
+    for has_gradient in (False, True):
+        with torch.autocast("cpu", dtype), torch.set_grad_enabled(has_gradient):
+            for weight, one in zip(weights, expected, strict=True):
+                assert torch.equal(OTHER_CALLS[case](bias, x.requires_grad_(has_gradient), weight), one)
+
+
+def test_a_product_into_a_given_tensor_is_not_cast_in_autocast() -> None:
+    weight, out = quantized().t(), torch.empty(3, N)
+    expected = torch.mm(inputs(), weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.mm(inputs(), weight, out=out)
+    assert_same(out, expected)
+
+
 @pytest.mark.parametrize("shown", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_in_autocast_have_the_bits_of_those_by_a_cast_weight(form: str, shown: torch.dtype) -> None:
