@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -551,6 +552,14 @@ def test_what_autocast_leaves_at_a_weight_is_in_no_copy_of_it() -> None:
     assert pickle.dumps(weight) == before
     assert copy.deepcopy(weight).held.cast is None
     assert weight.to(torch.bfloat16).qdata is not weight.qdata
+
+
+def test_a_weight_is_freed_with_what_autocast_leaves_at_it() -> None:
+    weight = quantized()
+    codes = weakref.ref(weight.qdata)
+    autocast(weight)
+    del weight
+    assert codes() is None
 
 
 @pytest.mark.slow
