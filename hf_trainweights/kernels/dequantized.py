@@ -51,7 +51,8 @@ def multiply_transpose(x: Tensor, tensors: Mapping[str, Tensor], form: Format, s
     """Return `x @ weight` of x `[M, N]` and the stored tensors of a weight `[N, K]`, as gradients of `x` want it."""
     check_allocated(x, *tensors.values())
     N, K = shape
-    dtype = product_dtype(x.dtype, len(x)) if x.device.type == "cpu" else x.dtype
+    # PyTorch multiplies one row of 16 bits fast where numbers of the weight that are summed up lie side by side: not here.
+    dtype = product_dtype(x.dtype, max(2, len(x))) if x.device.type == "cpu" else x.dtype
     given, out = x.to(dtype), x.new_zeros(len(x), K, dtype=dtype)
     rows = _rows_of(tensors, form, shape, dtype)
     # Sums over blocks would be rounded to 16 bits after each of them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cpus import HASWELL, use_cpu
 from helpers import assert_close_product
 from weights import random_weight, same_bytes
 
@@ -75,3 +76,15 @@ def test_products_with_the_weight_itself_are_as_exact_as_dequantizing(
         x = random_weight(M, N, dtype=dtype)
         out = dequantized.multiply_transpose(x, tensors, form, (N, K))
         assert_close_product(out, (x.float() @ weight).to(dtype), x.double() @ weight.double())
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_product_with_the_weight_itself_takes_the_dtype_that_the_cpu_multiplies_fast(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_cpu(HASWELL, monkeypatch)
+    taken, rows_of = [], dequantized._rows_of
+    monkeypatch.setattr(dequantized, "_rows_of", lambda *arguments: taken.append(arguments[-1]) or rows_of(*arguments))
+    tensors = Int8().quantize(random_weight(20, 64).bfloat16())
+    dequantized.multiply_transpose(random_weight(rows, 20).bfloat16(), tensors, Int8(), (20, 64))
+    assert taken == [torch.float32]
