@@ -172,7 +172,7 @@ class Product:
         M = x.numel() // self.columns
         threads = torch.get_num_threads() if M * self._N * self.columns >= _THREADED else 1
         scratch = _SCRATCH.take("compiled", self._size(M, threads))
-        out = torch.empty((*x.shape[:-1], self._N), dtype=x.dtype)
+        out = x.new_empty(*x.shape[:-1], self._N)
         pointers = (x_at, codes_at, scales_at, bias_at, out.data_ptr())
         self._library.product(self._address, *pointers, M, threads, scratch.data_ptr(), *[*numbers, None, None][:2])
         return out
