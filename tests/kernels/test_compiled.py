@@ -28,7 +28,7 @@ every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 
 FORMATS = [Int8(), Int8(4), Int8(16), Int8(32), Int8(128), Int4(32), Int4(64), Int4(128), Codebook4(), Float8E4M3()]
 # On both sides of every threshold, of a vector of tokens and of a tile of three, and more than one panel of digits.
-ROWS = (1, 2, 3, 4, 5, 7, 16, 17, 33, 49, 700)
+ROWS = (1, 2, 3, 4, 5, 7, 11, 16, 17, 33, 49, 700)
 
 
 def product(x: Tensor, tensors: dict[str, Tensor], form: Format, bias: Tensor | None = None) -> Tensor:

@@ -3,8 +3,11 @@
 // all lanes of one.
 #include "vectors.h"
 
-// Rows of the weight that a thread dequantizes at a time, and tokens that they meet at a time, in two vectors.
-#define BLOCK_ROWS 48
+// Rows of the weight that a thread dequantizes at a time, and those whose sums with one vector of tokens stay in
+// registers; with two vectors it is half of them.
+#define BLOCK_ROWS 24
+#define SUMS_OF_ROWS 12
+// Tokens that rows meet at a time, in two vectors.
 #define UNIT_TOKENS (2 * LANES)
 // Columns that are summed at a time: more float32 products in a row would add up their errors, and these stay in the
 // first-level cache.
@@ -57,7 +60,7 @@ static int64_t most_rows_of_others(const Weight *w) {
     if (w->bits && !w->code_units) return INT64_MAX;
 #endif
     int is_one = w->dtype != FLOAT32 || w->digits == 1;  // number of 16 bits that holds an activation
-    if (w->bits == 4 && !w->code_units) return is_one ? 10 : 6;
+    if (w->bits == 4 && !w->code_units) return is_one ? 12 : 6;
     return is_one && w->bits ? 48 : 10;
 }
 
@@ -100,18 +103,16 @@ static void write_unit(const Product *p, const Tokens *tokens, int64_t token, in
             write_columns(p, first + m, k, count - m, worth + m, to + k * UNIT_TOKENS + m);
 }
 
-// Add the products of some columns to sums [rows][UNIT_TOKENS]: of 6 rows and two vectors of tokens, or of 12 and one,
-// as many as stay in registers.
+// Add the products of some columns of rows and of one or two vectors of tokens to sums [rows][UNIT_TOKENS].
 static inline __attribute__((always_inline)) void add_products(const float *row, int64_t stride, const float *x,
                                                                int64_t columns, int begins, int vectors, float *sums) {
-    enum { SUMS_OF_ROWS = 12 };
     Floats total[SUMS_OF_ROWS];
     _Pragma("GCC unroll 12") for (int i = 0; i < SUMS_OF_ROWS; i++) total[i] = all_floats(0);
     for (int64_t k = 0; k < columns; k++, x += UNIT_TOKENS, row++) {
         Floats tokens[2];
-        for (int v = 0; v < vectors; v++) tokens[v] = *(const Floats *)(x + v * LANES);
+        _Pragma("GCC unroll 2") for (int v = 0; v < vectors; v++) tokens[v] = *(const Floats *)(x + v * LANES);
         _Pragma("GCC unroll 12") for (int n = 0; n < SUMS_OF_ROWS / vectors; n++)
-            for (int v = 0; v < vectors; v++)
+            _Pragma("GCC unroll 2") for (int v = 0; v < vectors; v++)
                 total[n * vectors + v] = multiply_add(all_floats(row[n * stride]), tokens[v], total[n * vectors + v]);
     }
     _Pragma("GCC unroll 12") for (int i = 0; i < SUMS_OF_ROWS; i++) {
@@ -124,7 +125,7 @@ static inline __attribute__((always_inline)) void add_products(const float *row,
 static void multiply_unit(const Product *p, const Block *block, const float *x, int64_t rows, int64_t tokens) {
     int64_t K = p->weight.K, stride = stride_of(p);
     for (int64_t k = 0; k < K; k += STEP_COLUMNS, x += STEP_COLUMNS * UNIT_TOKENS)
-        for (int64_t n = 0; n < rows; n += tokens > LANES ? 6 : 12) {
+        for (int64_t n = 0; n < rows; n += tokens > LANES ? SUMS_OF_ROWS / 2 : SUMS_OF_ROWS) {
             const float *row = block->rows + n * stride + k;
             float *sums = block->sums + n * UNIT_TOKENS;
             if (tokens > LANES) add_products(row, stride, x, least(STEP_COLUMNS, K - k), k == 0, 2, sums);
