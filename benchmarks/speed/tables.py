@@ -69,7 +69,8 @@ def limited_speed() -> str:
     """Return decoding and prefill of the Llama on one thread where libraries may not use the newest instructions."""
     columns = [(limit, phase, 1) for limit in LIMITS for phase in ("decode", "prefill")]
     header = ["method", *(f"{limit}: {phase}" for limit, phase, _ in columns)]
-    return table(header, _ratios(_limited_rows("llama", LIMITS), ("limit", "phase", "threads"), columns))
+    lines = _ratios(_limited_rows("llama", LIMITS), ("limit", "phase", "threads"), columns)
+    return f"{table(header, lines)}\n\n{_limited_caption('llama', LIMITS)}"
 
 
 def limited_encoder_speed() -> str:
@@ -78,12 +79,18 @@ def limited_encoder_speed() -> str:
     shown = [row for row in rows if row["encoder"].startswith(("MiniLM", "BERT-base"))]
     columns = list(dict.fromkeys((row["limit"], row["encoder"], row["shape"]) for row in shown))
     header = ["method", *(f"{limit}: {encoder.partition(',')[0]}, {shape}" for limit, encoder, shape in columns)]
-    return table(header, _ratios(shown, ("limit", "encoder", "shape"), columns))
+    lines = _ratios(shown, ("limit", "encoder", "shape"), columns)
+    return f"{table(header, lines)}\n\n{_limited_caption('encoders', WITHOUT_AVX512)}"
 
 
 def _limited_rows(part: str, limits: tuple[str, ...]) -> list[Row]:
     reports = [newest(part, limit) for limit in limits]
     return [{"limit": report["limit"], **row} for report in reports for row in report[part]]
+
+
+def _limited_caption(part: str, limits: tuple[str, ...]) -> str:
+    reports = [newest(part, limit) for limit in limits]
+    return "; ".join(f"{report['limit']}: {report['machine']}, {report['date']}" for report in reports) + "."
 
 
 def sentence_speeds(report: Report) -> dict[str, float]:
