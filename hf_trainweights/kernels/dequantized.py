@@ -51,7 +51,7 @@ def multiply_transpose(x: Tensor, tensors: Mapping[str, Tensor], form: Format, s
     """Return `x @ weight` of x `[M, N]` and the stored tensors of a weight `[N, K]`, as gradients of `x` want it."""
     check_allocated(x, *tensors.values())
     N, K = shape
-    # PyTorch multiplies one row of 16 bits fast where numbers of the weight that are summed up lie side by side: not here.
+    # One row of 16 bits is multiplied fast where numbers of the weight that are summed up lie side by side: not here.
     dtype = product_dtype(x.dtype, max(2, len(x))) if x.device.type == "cpu" else x.dtype
     given, out = x.to(dtype), x.new_zeros(len(x), K, dtype=dtype)
     rows = _rows_of(tensors, form, shape, dtype)

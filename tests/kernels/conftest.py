@@ -5,30 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import emulated
 import pytest
 import torch
-from cpus import ALDER_LAKE, CPUS, GENOA, GRAVITON, HASWELL, ICE_LAKE, runs_here, use_cpu, use_library
-from emulated_neon import library as emulated_neon
+from cpus import ALDER_LAKE, CPUS, GENOA, GRAVITON, HASWELL, ICE_LAKE, library_of, runs_here, use_cpu, use_library
 
 from hf_trainweights.kernels import compiled
 
 
-def _is_emulated(cpu: dict[str, object]) -> bool:
-    return cpu is GRAVITON and not runs_here(cpu)
+def _emulated(cpu: dict[str, object]) -> str | None:
+    """Return the library of a CPU that this machine does not run, if it can be emulated."""
+    name = library_of(cpu)
+    return name if name in emulated.SOURCES and not runs_here(cpu) else None
 
 
 def _named(cpus: dict[str, dict[str, object]]) -> list[Any]:
     """Return parameters with these names. What is emulated is slow, because it is compiled first, for seconds."""
     slow = [pytest.mark.slow]
-    return [pytest.param(cpu, id=name, marks=slow if _is_emulated(cpu) else []) for name, cpu in cpus.items()]
+    return [pytest.param(cpu, id=name, marks=slow if _emulated(cpu) else []) for name, cpu in cpus.items()]
 
 
 def _use(cpu: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    if not _is_emulated(cpu) and not runs_here(cpu):
+    name = _emulated(cpu)
+    if name is None and not runs_here(cpu):
         pytest.skip("this machine does not run that CPU's library, or had no C compiler at installation")
     use_cpu(cpu, monkeypatch)
-    if _is_emulated(cpu):
-        use_library(emulated_neon(), monkeypatch)
+    if name is not None:
+        use_library(emulated.library(name), monkeypatch)
 
 
 @pytest.fixture(params=_named(CPUS))

@@ -19,6 +19,7 @@ from hf_trainweights.formats.codebook4 import Codebook4
 from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
+from hf_trainweights.formats.uint import UInt4
 from hf_trainweights.kernels import compiled, linear, prepare_few_rows, stored
 from hf_trainweights.kernels.arguments import MultiplyFew
 from hf_trainweights.tensor.dispatch import FALLBACKS
@@ -75,13 +76,13 @@ def test_every_number_of_rows_is_as_exact_on_every_cpu(form: Format, dtype: torc
 @pytest.mark.covering(1)
 @pytest.mark.usefixtures("library")
 @every_dtype
-@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("form", [Int8(), Int4(32), UInt4(16), Float8E4M3()], ids=str)
 def test_the_longest_rows_are_multiplied_with_more_tokens_than_are_held(form: Format, dtype: torch.dtype) -> None:
-    N, K = 27, 1 << 16
+    N, K = 5, 1 << 16
     form = form.fallback((N, K))
     tensors = form.quantize(random_weight(N, K, dtype=dtype))
     weight = form.dequantize(tensors, (N, K), torch.float32)
-    assert_close_products(lambda x, bias: product(x, tensors, form, bias), weight, dtype, (70,))
+    assert_close_products(lambda x, bias: product(x, tensors, form, bias), weight, dtype, (40,))
 
 
 @pytest.mark.slow

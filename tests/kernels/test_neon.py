@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from cpus import GRAVITON
-from emulated_neon import SOURCES
+from emulated import HEADERS, SOURCES
 from torch import Tensor
 from weights import random_weight
 
@@ -39,8 +39,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not (shutil.which(_COMPILER) and shutil.which(_EMULATOR)):
         pytest.skip(f"needs {_COMPILER} and {_EMULATOR}")
     native, program = compiled._NATIVE, tmp_path_factory.mktemp("neon") / "run"
-    sources = [path for pattern in SOURCES for path in sorted(native.glob(pattern))]
-    main = Path(__file__).parent / "emulated" / "run.c"
+    sources = [path for pattern in SOURCES["neon"] for path in sorted(native.glob(pattern))]
+    main = HEADERS / "run.c"
     subprocess.run([_COMPILER, *_FLAGS, f"-I{native}", *sources, main, "-o", program], check=True)
     return program
 

@@ -8,11 +8,11 @@ import logging
 import math
 import mmap
 import shutil
-import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import emulated
 import pytest
 import torch
 from helpers import assert_close_products
@@ -38,64 +38,44 @@ ROWS = (5, 16, 17, 33, 65, 130)
 # Panels of so few bytes that 300 columns of 17 tokens do not fit.
 SMALL = ("-DHELD_BYTES=8192", "-DROW_BYTES=128", "-DROW_BYTES_OF_BFLOAT16=256")
 _INSTRUCTIONS = "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512vnni avx512bf16"
-FLAGS = ("-std=gnu11", "-fPIC", "-fopenmp", "-DEMULATED_TILES", *SMALL)
+_IS_AVX512 = all(map(compiled.capabilities().get, (*compiled._LIBRARIES["avx512"], "avx512_bf16")))
+FLAGS = (
+    ("-std=gnu11", "-fPIC", "-fopenmp", "-DEMULATED_TILES", *(f"-m{each}" for each in _INSTRUCTIONS.split()))
+    if _IS_AVX512
+    else emulated.FLAGS["amx"]
+)
 # Of what these tests do not run, the compiler makes what takes it the least time.
 UNUSED = ("dequantize", "float8", "uint", "few_rows")
 PAGE = mmap.PAGESIZE
 
 
 def compile_sources(sources: Iterable[Path], to: Path) -> None:
-    """Compile C sources, each to an object in a folder, with what they include from where they are."""
-    for source in sources:
-        options = ["-O0" if source.stem in UNUSED else "-O1", *FLAGS, *(f"-m{each}" for each in _INSTRUCTIONS.split())]
-        subprocess.run(["cc", *options, "-c", source, "-o", to / f"{source.stem}_{source.parent.stem}.o"], check=True)
-
-
-def link(folder: Path) -> Path:
-    """Link the objects of a folder as the installation does: without OpenMP, which PyTorch brings."""
-    subprocess.run(["cc", "-shared", *folder.glob("*.o"), "-o", folder / "amx.so"], check=True)
-    return folder
+    """Compile C sources with emulated tiles and small panels."""
+    for is_used in (True, False):
+        chosen = [source for source in sources if (source.stem not in UNUSED) == is_used]
+        emulated.compile_sources(chosen, to, (*FLAGS, *SMALL, "-O1" if is_used else "-O0"))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Compile the library, with emulated tiles and small panels."""
-    if shutil.which("cc") is None:
-        pytest.skip("needs a C compiler")
-    if not all(map(compiled.capabilities().get, (*compiled._LIBRARIES["avx512"], "avx512_bf16"))):
-        pytest.skip("needs AVX512_VNNI and AVX512_BF16")
-    folder, native = tmp_path_factory.mktemp("tiles"), compiled._NATIVE
-    shared = (
-        "interface.c",
-        "dequantize.c",
-        "float8.c",
-        "words/uint.c",
-        "words/uint_few.c",
-        "bytes/integers.c",
-        "bytes/few_rows.c",
-        "bytes/many_rows.c",
-    )
-    compile_sources((*(native / name for name in shared), *(native / "tiles").glob("*.c")), folder)
-    if b"__kmpc_" in (link(folder) / "amx.so").read_bytes():
-        pytest.skip("needs a compiler that takes its threads from PyTorch's OpenMP library")
-    return folder
-
-
-def load(folder: Path) -> ctypes.CDLL:
-    library = load_library(folder / "amx.so", compiled._FUNCTIONS | {"prepare": "i"}, compiled.ABI)
-    assert library is not None
-    return library
+    emulated.skip_where_nothing_is_emulated()
+    folder = tmp_path_factory.mktemp("tiles")
+    compile_sources([path for each in emulated.SOURCES["amx"] for path in compiled._NATIVE.glob(each)], folder)
+    return emulated.link(folder, "amx.so").parent
 
 
 @pytest.fixture(scope="module", params=["amx", "avx512_bf16", "avx512"])
 def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
     if request.param == "amx":
-        found = load(request.getfixturevalue("folder"))
-        assert found.prepare() == 0
-        return found
-    if not all(map(compiled.capabilities().get, compiled._LIBRARIES[request.param])):
-        pytest.skip("this machine does not run that library")
-    found = compiled._open(compiled._path(request.param))
+        return emulated.load(request.getfixturevalue("folder") / "amx.so")
+    return usual(request.param)
+
+
+def usual(name: str) -> ctypes.CDLL:
+    """Return a library as it is installed, emulated where this machine does not run it."""
+    runs = all(map(compiled.capabilities().get, compiled._LIBRARIES[name]))
+    found = compiled._open(compiled._path(name)) if runs else emulated.library(name)
     return found or pytest.skip("there was no C compiler at installation")
 
 
@@ -283,13 +263,13 @@ def test_elsewhere_the_library_for_avx512_serves(
     right: str, wrong: str, says: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     sources = shutil.copytree(compiled._NATIVE, tmp_path / "native", ignore=shutil.ignore_patterns("*.so"))
-    emulated = sources / "tiles" / "emulated.h"
-    assert right in emulated.read_text()
-    emulated.write_text(emulated.read_text().replace(right, wrong))
+    tiles = sources / "tiles" / "emulated.h"
+    assert right in tiles.read_text()
+    tiles.write_text(tiles.read_text().replace(right, wrong))
     for built in folder.glob("*.o"):
         shutil.copy(built, tmp_path)
-    compile_sources((sources / "tiles" / name for name in ("prepare.c", "products.c")), tmp_path)
-    (link(tmp_path) / "avx512.so").touch()
+    compile_sources([sources / "tiles" / name for name in ("prepare.c", "products.c")], tmp_path)
+    emulated.link(tmp_path, "amx.so").with_name("avx512.so").touch()
     use(monkeypatch, tmp_path)
     with caplog.at_level(logging.WARNING):
         assert compiled.instructions() == "avx512"
@@ -302,10 +282,9 @@ def test_without_permission_no_instruction_for_tiles_is_used(folder: Path, tmp_p
     shutil.copy(folder / "amx.so", tmp_path)
     form, x = Int8(), random_weight(17, 384)
     tensors = form.quantize(random_weight(20, 384))
-    library = load(tmp_path)
+    library = load_library(tmp_path / "amx.so", compiled._FUNCTIONS | {"prepare": "i"}, compiled.ABI)
+    assert library is not None
     before = product(library, form, tensors, x)
     assert library.prepare() == 0
     assert not torch.equal(product(library, form, tensors, x), before)
-    avx512 = load_library(compiled._path("avx512"), compiled._FUNCTIONS, compiled.ABI)
-    assert avx512 is not None
-    assert torch.equal(before, product(avx512, form, tensors, x))
+    assert torch.equal(before, product(usual("avx512"), form, tensors, x))

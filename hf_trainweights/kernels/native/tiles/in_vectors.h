@@ -5,7 +5,8 @@
 
 // Rows whose sums stay in registers, with one vector of tokens or two.
 #define VECTOR_ROWS 8
-// Steps after which the next rows are taken, so that those of the tokens stay in the second-level cache.
+// Steps after which the next rows are taken, so that those of the tokens stay in the second-level cache, and after which
+// sums begin anew: more float32 products in a row would add up their errors.
 #define STEPS_AT_ONCE 64
 
 static inline __attribute__((always_inline)) Floats add_products(Floats sum, Integers x, const int8_t *row, Way way) {
@@ -23,7 +24,7 @@ static inline __attribute__((always_inline)) void multiply_vectors(const int8_t 
     Floats products[VECTOR_ROWS][2];
     _Pragma("GCC unroll 8") for (int n = 0; n < VECTOR_ROWS; n++)
         _Pragma("GCC unroll 2") for (int v = 0; v < vectors; v++)
-            products[n][v] = begins ? all_floats(0) : *(Floats *)(sums + v * 2 * TILE_BYTES + n * BYTES);
+            products[n][v] = all_floats(0);
     for (int64_t s = 0; s < steps; s++, rows += TILE_BYTES, tokens += TILE_BYTES)
         for (int k = 0; k < TILE_ROWS; k++) {
             Integers x[2];
@@ -34,8 +35,11 @@ static inline __attribute__((always_inline)) void multiply_vectors(const int8_t 
                     products[n][v] = add_products(products[n][v], x[v], rows + n * BYTES + k * 4, way);
         }
     _Pragma("GCC unroll 8") for (int n = 0; n < VECTOR_ROWS; n++)
-        _Pragma("GCC unroll 2") for (int v = 0; v < vectors; v++)
-            *(Floats *)(sums + v * 2 * TILE_BYTES + n * BYTES) = products[n][v];
+        _Pragma("GCC unroll 2") for (int v = 0; v < vectors; v++) {
+            Floats *sum = (Floats *)(sums + v * 2 * TILE_BYTES + n * BYTES);
+            if (!begins) products[n][v] += *sum;
+            *sum = products[n][v];
+        }
 }
 
 // Fill two tiles of sums with the products of both tiles of rows and one tile of tokens, or four with those of two.
