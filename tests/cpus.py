@@ -53,7 +53,7 @@ def use_cpu(cpu: dict[str, object], monkeypatch: pytest.MonkeyPatch, is_compiled
     monkeypatch.setattr(cpu_features, "capabilities", lambda: cpu)
     monkeypatch.setattr(compiled, "capabilities", lambda: cpu)
     monkeypatch.setattr(compiled, "instructions", lambda: name)
-    use_library(None if name is None else _loaded(name) or _fastest_here() or _NOTHING, monkeypatch)
+    use_library(None if name is None else loaded(name) or _fastest_here() or _NOTHING, monkeypatch)
 
 
 def use_library(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,18 +71,19 @@ def library_of(cpu: dict[str, object]) -> str | None:
 def runs_here(cpu: dict[str, object]) -> bool:
     """Return whether this machine runs the library of a CPU."""
     name = library_of(cpu)
-    return name is not None and _loaded(name) is not None
+    return name is not None and loaded(name) is not None
 
 
 @functools.cache
-def _loaded(name: str) -> ctypes.CDLL | None:
+def loaded(name: str) -> ctypes.CDLL | None:
+    """Return a library as it is installed; None where this machine does not run it, or it was not compiled."""
     if not all(map(_real_capabilities().get, compiled._LIBRARIES[name])):
         return None
     return compiled._open(compiled._path(name))
 
 
 def _fastest_here() -> ctypes.CDLL | None:
-    return next(filter(None, map(_loaded, compiled._LIBRARIES)), None)
+    return next(filter(None, map(loaded, compiled._LIBRARIES)), None)
 
 
 class _Nothing:

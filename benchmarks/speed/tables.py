@@ -67,29 +67,29 @@ def model_speed(report: Report) -> str:
 
 def limited_speed() -> str:
     """Return decoding and prefill of the Llama on one thread where libraries may not use the newest instructions."""
+    reports = [newest("llama", limit) for limit in LIMITS]
     columns = [(limit, phase, 1) for limit in LIMITS for phase in ("decode", "prefill")]
     header = ["method", *(f"{limit}: {phase}" for limit, phase, _ in columns)]
-    lines = _ratios(_limited_rows("llama", LIMITS), ("limit", "phase", "threads"), columns)
-    return f"{table(header, lines)}\n\n{_limited_caption('llama', LIMITS)}"
+    lines = _ratios(_limited_rows("llama", reports), ("limit", "phase", "threads"), columns)
+    return f"{table(header, lines)}\n\n{_limited_caption(reports)}"
 
 
 def limited_encoder_speed() -> str:
     """Return how fast two encoders are on one thread where all libraries may use no AVX512."""
-    rows = [row for row in _limited_rows("encoders", WITHOUT_AVX512) if row["threads"] == 1]
+    reports = [newest("encoders", limit) for limit in WITHOUT_AVX512]
+    rows = [row for row in _limited_rows("encoders", reports) if row["threads"] == 1]
     shown = [row for row in rows if row["encoder"].startswith(("MiniLM", "BERT-base"))]
     columns = list(dict.fromkeys((row["limit"], row["encoder"], row["shape"]) for row in shown))
     header = ["method", *(f"{limit}: {encoder.partition(',')[0]}, {shape}" for limit, encoder, shape in columns)]
     lines = _ratios(shown, ("limit", "encoder", "shape"), columns)
-    return f"{table(header, lines)}\n\n{_limited_caption('encoders', WITHOUT_AVX512)}"
+    return f"{table(header, lines)}\n\n{_limited_caption(reports)}"
 
 
-def _limited_rows(part: str, limits: tuple[str, ...]) -> list[Row]:
-    reports = [newest(part, limit) for limit in limits]
+def _limited_rows(part: str, reports: list[Report]) -> list[Row]:
     return [{"limit": report["limit"], **row} for report in reports for row in report[part]]
 
 
-def _limited_caption(part: str, limits: tuple[str, ...]) -> str:
-    reports = [newest(part, limit) for limit in limits]
+def _limited_caption(reports: list[Report]) -> str:
     return "; ".join(f"{report['limit']}: {report['machine']}, {report['date']}" for report in reports) + "."
 
 

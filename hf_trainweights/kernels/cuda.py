@@ -123,10 +123,12 @@ def prepare(qdata: Tensor, scale: Tensor, form: Int8 | Int4, K: int, dtype: torc
     def multiply_prepared(x: Tensor, bias: Tensor | None) -> Tensor | None:
         M = x.numel() // K
         with torch.cuda.device_of(x):
-            run = found.get(min(M, last)) or _find(qdata, scale, form, K, dtype, M)
+            run = found.get(min(M, last))
             if run is None:
-                return None
-            found[min(M, last)] = run
+                run = _find(qdata, scale, form, K, dtype, M)
+                if run is None:
+                    return None
+                found[min(M, last)] = run
             return run(x, bias)
 
     return multiply_prepared

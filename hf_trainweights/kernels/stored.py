@@ -63,12 +63,14 @@ def _is_served(x: Tensor, held: Mapping[str, Tensor], form: Format) -> bool:
         return False
     if x.device.type == "cpu":
         return x.dtype in FLOAT_DTYPES and isinstance(form, compiled.FORMATS)
-    return x.device.type == "cuda" and _has_gpu_kernels(form, qdata, scale, x.dtype)
+    return _has_gpu_kernels(form, qdata, scale, x.dtype)
 
 
 def _has_gpu_kernels(form: Format, qdata: Tensor, scale: Tensor, dtype: torch.dtype) -> TypeGuard[Int8 | Int4]:
+    if qdata.device.type != "cuda" or not isinstance(form, (Int8, Int4)):
+        return False
     is_exact = dtype in FLOAT_DTYPES and torch.promote_types(scale.dtype, dtype) == dtype
-    return isinstance(form, (Int8, Int4)) and is_exact and cuda.serves(qdata, form.group_size)
+    return is_exact and cuda.serves(qdata, form.group_size)
 
 
 def prepare_few_rows(held: Mapping[str, Tensor], form: Format, dtype: torch.dtype) -> MultiplyFew | None:
@@ -97,7 +99,7 @@ def prepare_few_rows(held: Mapping[str, Tensor], form: Format, dtype: torch.dtyp
     N, K = form.shape_of(qdata)
     if not all(each.is_contiguous() and each.device == qdata.device for each in held.values()):
         return None
-    if qdata.device.type == "cuda" and _has_gpu_kernels(form, qdata, scale, dtype):
+    if _has_gpu_kernels(form, qdata, scale, dtype):
         # What kernels cannot read where it lies is copied for each product; a copy that is kept would grow stale.
         if qdata.data_ptr() % 4:
             return None
@@ -146,7 +148,8 @@ def _multiply(x: Tensor, stored: Sequence[Tensor], bias: Tensor | None, config: 
         check_product("hf_trainweights::linear", x, tensors, form, bias, any_strides=True)
     if x.device.type == "cuda":
         assert isinstance(form, (Int8, Int4))
-        return _multiply_on_gpu(x, tensors, form, bias)
+        out = cuda.linear(x, qdata, scale, bias, form)
+        return multiply_dequantized(x, tensors, form, shape, bias) if out is None else out
     product = compiled.find(form, *shape, x.dtype, scale.dtype)
     if product is not None and 0 < x.numel() <= product.most_rows * shape[-1]:
         return product(qdata, scale, tuple(groups), x.contiguous(), None if bias is None else bias.contiguous())
@@ -155,13 +158,6 @@ def _multiply(x: Tensor, stored: Sequence[Tensor], bias: Tensor | None, config: 
     if not compiled.is_available() and _packs(x, qdata, form):
         return _multiply_packed(x, qdata, scale, bias)
     return multiply_dequantized(x, tensors, form, shape, bias)
-
-
-def _multiply_on_gpu(x: Tensor, tensors: Mapping[str, Tensor], form: Int8 | Int4, bias: Tensor | None) -> Tensor:
-    out = cuda.linear(x, tensors["qdata"], tensors["scale"], bias, form)
-    if out is None:
-        return multiply_dequantized(x, tensors, form, form.shape_of(tensors["qdata"]), bias)
-    return out
 
 
 def _packs(x: Tensor, qdata: Tensor, form: Format) -> bool:

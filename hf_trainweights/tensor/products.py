@@ -165,8 +165,11 @@ def _linear_at_once(input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: 
 
 def _linear_in_autocast(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Any:
     """Multiply as autocast does, at once where no gradient is wanted."""
-    dtype, cast = _autocast_dtype(weight), _cast_weight(weight)
-    if dtype is not None and not torch.is_grad_enabled():
+    dtype = _autocast_dtype(weight)
+    if dtype is None:
+        return F.linear(x, weight, bias)
+    cast = _shown_in(weight, dtype)
+    if not torch.is_grad_enabled():
         device = weight.device.type
         x, bias = _cast_plain(x, dtype, device), None if bias is None else _cast_plain(bias, dtype, device)
         held = cast.held
@@ -203,12 +206,14 @@ def _cast_plain(tensor: Tensor, dtype: torch.dtype, device: str) -> Tensor:
 
 
 def _cast_weight(weight: Any) -> Any:
-    """Return a quantized weight in autocast's dtype, with the same tensors, which autocast itself would copy.
-
-    It is kept beside them. Anything else is returned as it is.
-    """
+    """Return a quantized weight in autocast's dtype, and anything else as it is."""
     dtype = _autocast_dtype(weight) if type(weight) is QuantizedTensor else None
-    if dtype is None or dtype == weight.dtype:
+    return weight if dtype is None else _shown_in(weight, dtype)
+
+
+def _shown_in(weight: QuantizedTensor, dtype: torch.dtype) -> Any:
+    """Return a weight in a dtype, with the same tensors, which autocast itself would copy; it is kept beside them."""
+    if dtype == weight.dtype:
         return weight
     held = weight.held
     cast = held.cast

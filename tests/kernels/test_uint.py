@@ -15,7 +15,7 @@ from weights import random_weight
 from hf_trainweights import QuantizedTensor
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.uint import UInt, UInt2, UInt3, UInt4, UInt5, UInt6
-from hf_trainweights.kernels import linear, prepare_few_rows, slowness
+from hf_trainweights.kernels import compiled, linear, prepare_few_rows, slowness
 from hf_trainweights.tensor.dispatch import FALLBACKS
 
 every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
@@ -28,6 +28,9 @@ def product(x: Tensor, tensors: dict[str, Tensor], form: UInt, bias: Tensor | No
     assert multiply is not None
     out, by_op = multiply(x, bias), linear(x, tensors, form, bias)
     assert by_op is not None
+    found = compiled.find(form, *form.shape_of(tensors["qdata"]), x.dtype, tensors["scale"].dtype)
+    assert found is not None
+    assert (out is None) == (x.numel() > found.most_rows * x.shape[-1])
     if out is None:
         return by_op
     torch.testing.assert_close(out, by_op, rtol=0, atol=0, equal_nan=True)
