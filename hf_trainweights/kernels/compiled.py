@@ -200,7 +200,7 @@ def find(form: Format, N: int, K: int, dtype: torch.dtype, scale_dtype: torch.dt
         return None
     digits = 1 if getattr(form, "activations", None) else 3 if dtype == torch.float32 else 2
     weight = Weight(N, K, size, _DTYPES[dtype], _DTYPES[scale_dtype], digits, *_codes(form))
-    return Product(library, weight, form, most_rows(form, dtype, N * K, instructions() or ""))
+    return Product(library, weight, form, most_rows(form, dtype, instructions() or ""))
 
 
 def _codes(form: Format) -> tuple[int, ...]:

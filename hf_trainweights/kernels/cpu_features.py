@@ -53,9 +53,6 @@ _WIDENED_ROWS = 16
 # Float8 and uint where products of many rows do not serve.
 _FLOAT8_ROWS, _UINT_ROWS = 8, 16
 
-# From so many elements on a weight is large.
-_LARGE_WEIGHTS = 1 << 23
-
 
 @functools.cache
 def capabilities() -> dict[str, Any]:
@@ -82,11 +79,6 @@ def _read_cpuinfo() -> dict[str, Any]:
     return {"architecture": platform.machine(), "cpu_name": entries.get("model name", "")} | dict.fromkeys(names, True)
 
 
-def has_amx() -> bool:
-    """Return whether bfloat16 is multiplied by AMX, several times as fast as anything else."""
-    return bool(capabilities().get("amx_bf16"))
-
-
 def product_dtype(dtype: torch.dtype, M: int) -> torch.dtype:
     """Return the dtype, as it is or float32, in which M rows times a dequantized weight take the least time.
 
@@ -97,56 +89,34 @@ def product_dtype(dtype: torch.dtype, M: int) -> torch.dtype:
         return dtype
     few = found.get("avx512_bf16") and M <= _BFLOAT16_ROWS
     fast = {
-        torch.bfloat16: has_amx() or found.get("fast_avx512_bf16") or few,
+        torch.bfloat16: found.get("amx_bf16") or found.get("fast_avx512_bf16") or few,
         torch.float16: found.get("avx512_fp16") or found.get("amx_fp16"),
     }
     return dtype if fast.get(dtype, True) else torch.float32
 
 
-def most_rows(form: Format, dtype: torch.dtype, weights: int, library: str) -> int:
-    """Return up to how many rows of x the functions of a library serve a weight of so many elements; `ALL` for any."""
-    if library == "amx" and _takes_tiles(form, dtype):
-        return ALL
-    if dtype == torch.bfloat16 and has_amx():
-        return _most_rows_without_tiles(form, weights >= _LARGE_WEIGHTS)
+def most_rows(form: Format, dtype: torch.dtype, library: str) -> int:
+    """Return up to how many rows of x the functions of a library serve a weight; `ALL` for any number."""
     is_fast = product_dtype(dtype, _SHORT_ROWS + 1) == dtype
-    is_widened = library == "avx512_bf16" and dtype == torch.bfloat16
-    if isinstance(form, (UInt, Float8E4M3)):
-        if library != "neon" and (is_widened or dtype == torch.float32 or not is_fast):
-            return ALL
-        return _UINT_ROWS if isinstance(form, UInt) else _FLOAT8_ROWS
-    if library == "neon":
-        return ALL if dtype == torch.float32 and is_rounding(form) else _WIDENED_ROWS
-    if dtype == torch.float32 or not is_fast or is_rounding(form) or (is_widened and _group_size(form) % 32 == 0):
+    if _takes_panels(form, dtype, library) or (library != "neon" and (dtype == torch.float32 or not is_fast)):
         return ALL
+    if isinstance(form, (UInt, Float8E4M3)):
+        return _UINT_ROWS if isinstance(form, UInt) else _FLOAT8_ROWS
+    if is_rounding(form) and (library != "neon" or dtype == torch.float32):
+        return ALL
+    if library == "neon":
+        return _WIDENED_ROWS
     return _CODEBOOK_ROWS if isinstance(form, Codebook4) else _SHORT_ROWS
+
+
+def _takes_panels(form: Format, dtype: torch.dtype, library: str) -> bool:
+    """Return whether products of many rows of 16 bits take panels: `way_of` in native/tiles/ways.c."""
+    group_size = getattr(form, "group_size", None) or 0
+    if library in ("amx", "avx512_bf16") and dtype == torch.bfloat16:
+        return isinstance(form, UInt) or group_size % 32 == 0
+    return library == "amx" and isinstance(form, (Int8, Int4)) and group_size % 64 == 0
 
 
 def is_rounding(form: Format) -> bool:
     """Return whether x is rounded to 8 bits, so that a product takes the fewest instructions."""
     return isinstance(form, Int8) and form.activations is not None
-
-
-def _takes_tiles(form: Format, dtype: torch.dtype) -> bool:
-    """Return whether products of many rows take tiles: `way_of` in native/tiles/ways.c."""
-    if isinstance(form, Int4) and dtype == torch.bfloat16:
-        return True
-    return isinstance(form, (Int8, Int4)) and _group_size(form) % 64 == 0
-
-
-def _group_size(form: Format) -> int:
-    """Return how many columns share a scale, 0 for all."""
-    return getattr(form, "group_size", None) or 0
-
-
-def _most_rows_without_tiles(form: Format, is_large: bool) -> int:
-    """Return what `most_rows` does of bfloat16 on a CPU with AMX, for products without tiles."""
-    if isinstance(form, Float8E4M3):
-        return 8 if is_large else 16
-    if isinstance(form, UInt):
-        return _UINT_ROWS
-    if isinstance(form, Codebook4):
-        return _CODEBOOK_ROWS
-    if isinstance(form, Int4) or is_rounding(form):
-        return 256
-    return 64 if is_large and not _group_size(form) else 128

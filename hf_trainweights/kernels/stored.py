@@ -32,8 +32,8 @@ _SMALLEST_TOP = 2.0**-103
 
 # Up to so many rows PyTorch's op for int8 takes least time where nothing is compiled.
 _MOST_PACKED_ROWS = 4
-# What counts as many, of a weight of so many elements.
-_MANY_ROWS, _WEIGHTS = 64, 1 << 20
+# What counts as many.
+_MANY_ROWS = 64
 
 
 def linear(x: Tensor, held: Mapping[str, Tensor], form: Format, bias: Tensor | None = None) -> Tensor | None:
@@ -218,7 +218,7 @@ def _is_fast(form: Format, dtype: torch.dtype) -> bool:
     """Return whether many tokens take a compiled product, or one that is faster than that of PyTorch in this dtype."""
     if product_dtype(dtype, _MANY_ROWS) != dtype:
         return True
-    return most_rows(form, dtype, _WEIGHTS, compiled.instructions() or "") >= _MANY_ROWS
+    return most_rows(form, dtype, compiled.instructions() or "") >= _MANY_ROWS
 
 
 # The bare library: torch.library.custom_op wraps every call in Python, which at one token costs more than the product.

@@ -44,8 +44,8 @@ KINDS: dict[str, Format] = {
 }
 
 
-def most_rows(form: Format, dtype: torch.dtype, N: int = 1024, K: int = 1024) -> int:
-    product = compiled.find(form, N, K, dtype, dtype)
+def most_rows(form: Format, dtype: torch.dtype) -> int:
+    product = compiled.find(form, 1024, 1024, dtype, dtype)
     return 0 if product is None else product.most_rows
 
 
@@ -53,10 +53,10 @@ def most_rows(form: Format, dtype: torch.dtype, N: int = 1024, K: int = 1024) ->
     ("cpu", "dtype", "expected"),
     [
         (AMX, FLOAT32, [ALL] * 6),
-        (AMX, BFLOAT16, [ALL, ALL, ALL, ALL, 16, 16]),
+        (AMX, BFLOAT16, [ALL] * 6),
         (AMX, FLOAT16, [ALL, ALL, ALL, ALL, 8, 16]),
         (AMX_WITHOUT_TILES, FLOAT32, [ALL] * 6),
-        (AMX_WITHOUT_TILES, BFLOAT16, [128, 128, 256, 256, 16, 16]),
+        (AMX_WITHOUT_TILES, BFLOAT16, [256, 256, ALL, 256, 8, 16]),
         (AMX_WITHOUT_TILES, FLOAT16, [256, 256, ALL, 256, 8, 16]),
         (GENOA, FLOAT32, [ALL] * 6),
         (GENOA, BFLOAT16, [ALL] * 6),
@@ -81,17 +81,9 @@ def test_compiled_products_serve_as_many_rows_as_they_are_fast_for(
     assert [most_rows(form, dtype) for form in KINDS.values()] == expected
 
 
-def test_large_weights_in_bfloat16_are_left_to_amx_from_fewer_rows_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_cpu(AMX_WITHOUT_TILES, monkeypatch)
-    assert [most_rows(form, BFLOAT16, 4096, 2048) for form in KINDS.values()] == [64, 128, 256, 256, 8, 16]
-    assert most_rows(Int8(), BFLOAT16, 4096, 2047) == 128
-    use_cpu(GENOA, monkeypatch)
-    assert most_rows(Int8(), BFLOAT16, 4096, 2048) == ALL
-
-
 def test_groups_that_tiles_do_not_take_are_multiplied_as_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     use_cpu(AMX, monkeypatch)
-    assert [most_rows(Int8(size), BFLOAT16) for size in (8, 32, 64, 128)] == [128, 128, ALL, ALL]
+    assert [most_rows(Int8(size), BFLOAT16) for size in (8, 32, 64, 128)] == [256, ALL, ALL, ALL]
     assert [most_rows(Int4(32), dtype) for dtype in (BFLOAT16, FLOAT16, FLOAT32)] == [ALL, 256, ALL]
 
 
@@ -107,7 +99,7 @@ def test_both_ways_to_a_product_change_at_the_same_row(cpu: str, kind: str, monk
     use_cpu(CPUS[cpu], monkeypatch)
     form, taken = KINDS[kind], []
     tensors = form.quantize(random_weight(64, 128).bfloat16())
-    limit = most_rows(form, BFLOAT16, 64, 128)
+    limit = most_rows(form, BFLOAT16)
     monkeypatch.setattr(compiled.Product, "__call__", lambda *args: taken.append(len(args[4])) or args[4])
     monkeypatch.setattr(stored, "multiply_dequantized", lambda x, *_: x)
     rows = (1, 2, 16, 17, 48, 49, 64, 65, 128, 129, 256, 257)
@@ -154,7 +146,7 @@ MANY, DEQUANTIZED = "longer than one with float weights. int8", "each product de
     ("cpu", "dtype", "expected"),
     [
         (AMX, FLOAT32, [None] * 6),
-        (AMX, BFLOAT16, [None, None, None, None, MANY, MANY]),
+        (AMX, BFLOAT16, [None] * 6),
         (GENOA, BFLOAT16, [None] * 6),
         (ICE_LAKE, FLOAT32, [None] * 6),
         (ALDER_LAKE, FLOAT32, [None] * 6),

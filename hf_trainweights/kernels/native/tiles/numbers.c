@@ -32,7 +32,7 @@ static inline __attribute__((always_inline)) int8_t *write_numbers(const Floats 
 static inline __attribute__((always_inline)) void write_uint(const Panel *panel, int64_t n, Way way, int8_t *memory,
                                                              int8_t *to) {
     Floats scale = all_floats(row_scale(panel->product, n)), numbers[2];
-    const int16_t *row = write_uint_row(panel->product, n, memory) + panel->column;
+    const int16_t *row = write_uint_row(panel->product, n, panel->column, panel->columns, memory);
     for (int64_t k = 0; k < round_up(panel->columns, 64); k += 2 * LANES) {
         for (int i = 0; i < 2; i++) {
             __m256i words = _mm256_loadu_si256((const __m256i *)(row + k + i * LANES));

@@ -18,6 +18,12 @@
 // Up to so many rows of x, products without panels take less time: of uint, and of float8 with float32.
 #define ROWS_WITHOUT_PANELS 8
 
+#ifdef HAS_TILES
+#define IS_GRANTED tiles_are_granted
+#else
+#define IS_GRANTED 1
+#endif
+
 #ifdef __AVX512BF16__
 // Whether integer codes are multiplied as bfloat16, not with digits of x.
 static int are_widened(const Product *p) {
@@ -35,8 +41,8 @@ static int fits(const Product *p, int64_t columns) { return p->weight.group_size
 static Way way_of_others(const Product *p) {
     const Weight *w = &p->weight;
     if (p->M <= ROWS_WITHOUT_PANELS && (w->code_units || w->dtype != BFLOAT16)) return NO_WAY;
-#if defined(__AVX512BF16__) && !defined(HAS_TILES)
-    if (w->dtype == BFLOAT16) return WIDENED;
+#ifdef __AVX512BF16__
+    if (w->dtype == BFLOAT16 && IS_GRANTED) return WIDENED;
 #endif
     return FLOATS;
 }
@@ -44,14 +50,14 @@ static Way way_of_others(const Product *p) {
 static Way way_of(const Product *p) {
     if (p->M <= FEW_ROWS) return NO_WAY;
     if (has_other_codes(p)) return way_of_others(p);
-#if defined(HAS_TILES)
-    if (!tiles_are_granted || p->weight.codebook) return NO_WAY;
-    return are_widened(p) && fits(p, p->weight.bits == 4 ? 32 : 64) ? WIDENED : fits(p, 64) ? DIGITS : NO_WAY;
-#elif defined(__AVX512BF16__)
-    return are_widened(p) && fits(p, 32) ? WIDENED : NO_WAY;
-#else
-    return NO_WAY;
+    if (!IS_GRANTED) return NO_WAY;
+#ifdef __AVX512BF16__
+    if (are_widened(p) && fits(p, 32)) return WIDENED;
 #endif
+#ifdef HAS_TILES
+    if (fits(p, 64) && !p->weight.codebook) return DIGITS;
+#endif
+    return NO_WAY;
 }
 
 int takes_panels(const Product *p) { return way_of(p) != NO_WAY; }

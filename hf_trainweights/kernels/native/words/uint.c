@@ -27,9 +27,10 @@ int64_t uint_bytes(const Product *p, int threads) {
     return numbers_at(p, 0).end - (int8_t *)0 + threads * uint_row_bytes(p);
 }
 
-static void write_groups(const Product *p, int64_t n, const Row *row) {
-    int64_t pairs = groups_of(p) / 2;
-    const uint8_t *scale = p->group_scale + n * pairs, *zero = p->zero_point + n * pairs;
+// Write the factors and offsets of pairs of groups of row n.
+static void write_groups(const Product *p, int64_t n, int64_t first, int64_t pairs, const Row *row) {
+    int64_t at = n * (groups_of(p) / 2) + first;
+    const uint8_t *scale = p->group_scale + at, *zero = p->zero_point + at;
     int code_units = p->weight.code_units, zero_units = p->weight.zero_units;
     for (int64_t i = 0; i < pairs; i++) {
         int low = (scale[i] & 15) + 1, high = (scale[i] >> 4) + 1;
@@ -40,13 +41,14 @@ static void write_groups(const Product *p, int64_t n, const Row *row) {
     }
 }
 
-// Write row n as integers: (code * code_units - zero_point * zero_units) * (group_scale + 1).
-static inline __attribute__((always_inline)) void write_row(const Product *p, int64_t n, int bits, const Row *row) {
-    int64_t K = p->weight.K;
+// Write columns of row n as integers: (code * code_units - zero_point * zero_units) * (group_scale + 1). The first is a
+// multiple of 64, so that no pair of groups is cut.
+static inline __attribute__((always_inline)) void write_row(const Product *p, int64_t n, int64_t first, int64_t columns,
+                                                            int bits, const Row *row) {
     int shift = p->weight.group_size == 32 ? 5 : 4;
-    const uint8_t *codes = p->qdata + n * K / COLUMNS * bits * 4;
-    write_groups(p, n, row);
-    for (int64_t k = 0; k < K; k += COLUMNS, codes += bits * 4) {
+    const uint8_t *codes = p->qdata + (n * p->weight.K + first) / COLUMNS * bits * 4;
+    write_groups(p, n, first >> (shift + 1), columns >> (shift + 1), row);
+    for (int64_t k = 0; k < columns; k += COLUMNS, codes += bits * 4) {
         fetch_ahead(codes);
         for (int column = 0; column < COLUMNS; column += BYTES / 2) {
             int64_t group = (k + column) >> shift;
@@ -55,16 +57,18 @@ static inline __attribute__((always_inline)) void write_row(const Product *p, in
                 found * all_words(row->factors[group]) - all_words(row->offsets[group]);
         }
     }
-    for (int64_t k = K; k < padded_columns(p); k++) row->integers[k] = 0;
+    for (int64_t k = columns; k < round_up(columns, STEP); k++) row->integers[k] = 0;
 }
 
 // The number of bits is a constant in each case.
-static void write_row_of(const Product *p, int64_t n, const Row *row) {
-    if (p->weight.bits == 2) write_row(p, n, 2, row);
-    if (p->weight.bits == 3) write_row(p, n, 3, row);
-    if (p->weight.bits == 4) write_row(p, n, 4, row);
-    if (p->weight.bits == 5) write_row(p, n, 5, row);
-    if (p->weight.bits == 6) write_row(p, n, 6, row);
+const int16_t *write_uint_row(const Product *p, int64_t n, int64_t first, int64_t columns, int8_t *memory) {
+    Row row = row_in(p, memory);
+    if (p->weight.bits == 2) write_row(p, n, first, columns, 2, &row);
+    if (p->weight.bits == 3) write_row(p, n, first, columns, 3, &row);
+    if (p->weight.bits == 4) write_row(p, n, first, columns, 4, &row);
+    if (p->weight.bits == 5) write_row(p, n, first, columns, 5, &row);
+    if (p->weight.bits == 6) write_row(p, n, first, columns, 6, &row);
+    return row.integers;
 }
 
 static inline __attribute__((always_inline)) void multiply_row(const int16_t *row, const int16_t *values,
@@ -96,14 +100,13 @@ static void multiply_row_of(const int16_t *row, const int16_t *values, int64_t p
 
 static void multiply_tokens(const Product *p, const Numbers *numbers, int64_t token, int64_t tokens, int64_t n) {
     const Weight *w = &p->weight;
-    Row row = row_in(p, numbers->end + thread_index() * uint_row_bytes(p));
+    const int16_t *row = write_uint_row(p, n, 0, w->K, numbers->end + thread_index() * uint_row_bytes(p));
     int64_t padded = padded_columns(p);
     float scale = row_scale(p, n), bias = p->bias ? load_floats(p->bias, w->dtype, n, 1)[0] : 0;
-    write_row_of(p, n, &row);
     for (int64_t m = 0; m < tokens; m += FEW_ROWS) {
         int64_t count = least(FEW_ROWS, tokens - m);
         float sums[FEW_ROWS];
-        multiply_row_of(row.integers, numbers->values + m * words_of(p) * padded, padded, count, words_of(p), sums);
+        multiply_row_of(row, numbers->values + m * words_of(p) * padded, padded, count, words_of(p), sums);
         for (int64_t i = 0; i < count; i++) {
             float sum = sums[i] * scale * numbers->worth[m + i] + bias;
             store_floats(p->out, w->dtype, (token + m + i) * w->N + n, 1, all_floats(sum));
@@ -121,12 +124,6 @@ void multiply_uint(const Product *p, int threads, int8_t *memory) {
     }
 }
 
-const int16_t *write_uint_row(const Product *p, int64_t n, int8_t *memory) {
-    Row row = row_in(p, memory);
-    write_row_of(p, n, &row);
-    return row.integers;
-}
-
 static inline __attribute__((always_inline)) void widen(const int16_t *integers, int64_t K, Floats scale, int dtype,
                                                         void *out, int64_t at) {
     for (int64_t k = 0; k < K; k += LANES)  // K is a multiple of COLUMNS
@@ -136,7 +133,7 @@ static inline __attribute__((always_inline)) void widen(const int16_t *integers,
 // The dtype is a constant in each case.
 void dequantize_uint_row(const Product *p, int64_t n, int64_t at, int8_t *memory) {
     Floats scale = all_floats(row_scale(p, n));
-    const int16_t *integers = write_uint_row(p, n, memory);
+    const int16_t *integers = write_uint_row(p, n, 0, p->weight.K, memory);
     if (p->weight.dtype == FLOAT32) widen(integers, p->weight.K, scale, FLOAT32, p->out, at);
     else if (p->weight.dtype == BFLOAT16) widen(integers, p->weight.K, scale, BFLOAT16, p->out, at);
     else widen(integers, p->weight.K, scale, FLOAT16, p->out, at);
