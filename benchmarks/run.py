@@ -4,8 +4,8 @@ Run `python -m benchmarks.run --peers` on a machine that does nothing else; it t
 minutes. It needs the `bench` and `test` extras, writes `benchmarks/results/speed-<machine>-<date>.json` after each part
 and, on a CPU without AMX, draws `docs/speed.svg` from it; then `python -m benchmarks.tables` writes the tables of the
 documents, those about AMX from the results of CPUs that have it and all others from the rest. `--only PART...` measures
-parts again; the others keep what was measured on the same day with the same options. Where the encoders were
-interrupted, the same command goes on.
+parts again; the others keep what was measured on the same day with the same options. Where the encoders or a language
+model were interrupted, the same command goes on.
 
 `ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 python -m benchmarks.run --only llama` shows what is left without AMX, and
 `AVX512_CORE_VNNI` what is left without instructions for bfloat16 too: `limited-<limit>-<machine>-<date>.json`. For a
@@ -94,8 +94,8 @@ def measure(
         "casting": lambda: linear.casting(rounds),
         "errors": lambda: linear.errors(alone, failures),
         "quantization": lambda: linear.quantization(micro, rounds, failures),
-        "llama": lambda: generate.speed(paths["llama"], compared, threads, rounds, failures),
-        "moe": lambda: generate.speed(paths["moe"], ours, [1], rounds, failures),
+        "llama": lambda: generate.speed(paths["llama"], compared, threads, rounds, failures, known),
+        "moe": lambda: generate.speed(paths["moe"], ours, [1], rounds, failures, known),
         "generate": lambda: generate.generate(paths["small"], few, not quick, failures),
         "encoders": lambda: encoders.speed(
             ENCODERS[: 2 if quick else None], encoder_methods(peers), threads, rounds, seconds, failures, known

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,13 @@ RELOADED_COMPILATIONS = {name: COMPILATIONS[name] for name in ("eager", "max-aut
 
 
 def speed(
-    path: Path, methods: Sequence[Method], threads: Sequence[int], rounds: int, failures: dict[str, str]
-) -> list[dict[str, Any]]:
+    path: Path,
+    methods: Sequence[Method],
+    threads: Sequence[int],
+    rounds: int,
+    failures: dict[str, str],
+    known: Sequence[dict[str, Any]],
+) -> Iterator[dict[str, Any]]:
     """Time decoding and prefill of a model, each method with nothing but the float model beside it.
 
     The more models a process holds, the slower each of them decodes.
@@ -44,17 +49,18 @@ def speed(
         threads: Numbers of torch threads, one after the other.
         rounds: Interleaved rounds.
         failures: Filled with what could not run, and why.
+        known: Rows that a run measured before it was interrupted.
 
-    Returns:
-        One row per number of threads, phase and method.
+    Yields:
+        One row per number of threads, phase and method, as soon as a method is measured.
     """
-    rows: list[dict[str, Any]] = []
+    measured = {row["name"] for row in known}
     for versus in dict.fromkeys(method.versus for method in methods):
         baseline, *others = (method for method in methods if method.versus == versus)
         for other in others:
-            taken = _speed_of_pair(path, baseline, other, threads, rounds, failures)
-            rows += [row for row in taken if other is others[0] or row["name"] != baseline.name]
-    return rows
+            if other.name not in measured:
+                taken = _speed_of_pair(path, baseline, other, threads, rounds, failures)
+                yield from (row for row in taken if other is others[0] or row["name"] != baseline.name)
 
 
 def _speed_of_pair(
