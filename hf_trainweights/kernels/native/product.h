@@ -71,7 +71,8 @@ void multiply_uint(const Product *p, int threads, int8_t *memory);
 int64_t row_bytes(const Product *p);
 void dequantize_row(const Product *p, int64_t n, int64_t at, int8_t *memory);
 int64_t uint_row_bytes(const Product *p);
-// Return columns of row n, from a multiple of 64 on, as integers, which its scale multiplies, and zeros up to such one.
+// Return some columns of row n, the first a multiple of 64, as integers that the scale of the row multiplies. Zeros fill
+// them up to a multiple of 64.
 const int16_t *write_uint_row(const Product *p, int64_t n, int64_t first, int64_t columns, int8_t *memory);
 void dequantize_uint_row(const Product *p, int64_t n, int64_t at, int8_t *memory);
 void dequantize_float8_row(const Product *p, int64_t n, int64_t at);
