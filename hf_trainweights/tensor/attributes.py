@@ -55,9 +55,7 @@ def set_data(tensor: Tensor, data: Tensor) -> Any:
             "fsdp_version 2 of accelerate.",
         )
     Tensor.data.__set__(tensor, data)  # type: ignore[attr-defined]
-    tensor.format, tensor.stored_shape, tensor.transposed = data.format, data.stored_shape, data.transposed
-    tensor.flattened = data.flattened
-    return tensor.hold_(data.held)
+    return tensor.describe_(*data.flattened[1]).hold_(data.held)
 
 
 @replaces(Tensor.numpy, Tensor.__array__)

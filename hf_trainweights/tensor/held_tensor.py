@@ -100,9 +100,13 @@ class HeldTensor(Tensor):
         weight: Self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, size, strides=strides, dtype=dtype, device=device, requires_grad=False, storage_size=0
         )
-        weight.format, weight.stored_shape, weight.transposed = format, tuple(shape), transposed
-        weight.flattened = _attributes(format), (format, tuple(shape), dtype, transposed)
-        return weight.hold_(held)
+        return weight.describe_(format, tuple(shape), dtype, transposed).hold_(held)
+
+    def describe_(self, form: Format, shape: tuple[int, ...], dtype: torch.dtype, transposed: bool) -> Self:
+        """Say what the weight is that this tensor stands for, as `flattened` does; return self."""
+        self.format, self.stored_shape, self.transposed = form, shape, transposed
+        self.flattened = _attributes(form), (form, shape, dtype, transposed)
+        return self
 
     def holding(self, tensors: dict[str, Tensor], dtype: torch.dtype | None = None) -> Self:
         """Return a weight like this one that holds other tensors, of any shape; they are kept, unchecked."""
