@@ -37,7 +37,7 @@ def compress(
     mode: Annotated[str, typer.Option(metavar="MODE", help="lossless, near-lossless or compact.")] = "lossless",
     rule: Annotated[
         list[str] | None,
-        typer.Option(metavar="SELECTOR=CHOICE", help='E.g. "re:.*embed.*=raw"; may be repeated, the first match wins.'),
+        typer.Option(metavar="SELECTOR=CHOICE", help='E.g. "re:.*embed.*=raw"; may be repeated, the most exact wins.'),
     ] = None,
     anchor: Annotated[
         str | None,
