@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hf_trainweights.checkpoint.encoded.anchor import register_anchor_directory
-from hf_trainweights.checkpoint.encoded.reader import load_file
+from hf_trainweights.checkpoint.encoded.reader import load_file, register_anchor_directory
 from hf_trainweights.checkpoint.loop.module_state import (
     adopt_quantized_weights,
     load_module_state,

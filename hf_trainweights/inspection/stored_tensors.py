@@ -12,8 +12,7 @@ from safetensors.torch import load_file as load_safetensors
 from torch import Tensor
 
 from hf_trainweights.checkpoint.dcp.contents import ShardedContents, all_weights, dcp_directories, optimizer_tensors
-from hf_trainweights.checkpoint.encoded.anchor import register_anchor_directory
-from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file
+from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, register_anchor_directory
 from hf_trainweights.checkpoint.encoded.storages import path_text
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from hf_trainweights.checkpoint.run.verification import weights_problem

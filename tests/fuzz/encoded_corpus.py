@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import Codec
-from hf_trainweights.checkpoint.encoded.anchor import Anchor
-from hf_trainweights.checkpoint.encoded.decoder import decode_file
+from hf_trainweights.checkpoint.encoded.decoder import Anchor, decode_file
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
 from hf_trainweights.errors import TrainWeightsError

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from hf_trainweights.checkpoint.encoded.anchor import register_anchor_directory
+from hf_trainweights.checkpoint.encoded.reader import register_anchor_directory
 from hf_trainweights.distributed import TrainWeightsReader
 
 

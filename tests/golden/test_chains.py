@@ -12,8 +12,7 @@ from golden.reader import AFresh, load_checkpoints
 from golden.test_checkpoints import structure
 from torch import Tensor
 
-from hf_trainweights.checkpoint.encoded.anchor import register_anchor_directory
-from hf_trainweights.checkpoint.encoded.reader import load_file
+from hf_trainweights.checkpoint.encoded.reader import load_file, register_anchor_directory
 from hf_trainweights.checkpoint.loop.training_state import save_training_state
 from hf_trainweights.checkpoint.manifest import read_manifest
 from hf_trainweights.checkpoint.planning.policy import Policy

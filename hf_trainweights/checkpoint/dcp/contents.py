@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from hf_trainweights.checkpoint.dcp.description import Place, metadata_of
 from hf_trainweights.checkpoint.dcp.plain_metadata import ITEM_SUFFIX, METADATA_NAME, read_plain_metadata
 from hf_trainweights.checkpoint.dcp.reader import read_bytes
-from hf_trainweights.checkpoint.encoded.anchor import find_anchor, register_anchor_directory
-from hf_trainweights.checkpoint.encoded.reader import load_item
+from hf_trainweights.checkpoint.encoded.reader import find_anchor, load_item, register_anchor_directory
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, anchor_file_name
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from hf_trainweights.checkpoint.planning.roles import models, optimizer_states

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_trainweights.checkpoint.dcp.contents import dcp_directories
-from hf_trainweights.checkpoint.encoded.anchor import register_anchor_directory
+from hf_trainweights.checkpoint.encoded.reader import register_anchor_directory
 from hf_trainweights.checkpoint.manifest import Manifest
 from hf_trainweights.checkpoint.planning.modes import ModeName
 from hf_trainweights.checkpoint.planning.policy import Policy

@@ -19,9 +19,8 @@ from huggingface_hub import constants
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hf_trainweights.checkpoint.encoded.anchor import anchor_paths, sha256_once
 from hf_trainweights.checkpoint.encoded.base_identity import Base, is_repository
-from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file
+from hf_trainweights.checkpoint.encoded.reader import anchor_paths, is_encoded, load_file, sha256_once
 from hf_trainweights.checkpoint.encoded.storages import DTYPES, corrupt
 from hf_trainweights.checkpoint.encoded.structure import anchor_file_name
 from hf_trainweights.errors import ConfigError, CorruptFileError, MissingAnchorError
@@ -184,10 +183,6 @@ class BaseWeights:
             return self._readers[self._stored_names[name]]().detach().contiguous()
         except SafetensorError as error:
             raise corrupt(f"{self.base}, {name}", "a readable tensor", error) from error
-
-    def references(self, entry: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return what decoding a storage takes that is stored against this base, given its entry in the structure."""
-        return {"anchor": self.tensor(entry["anchor"]).to(DTYPES[entry["dtype"]])}
 
     def named_as(self, weights: Mapping[str, Any]) -> Self:
         """Give the tensors the names that they have in a checkpoint's flat state dict; the others go.

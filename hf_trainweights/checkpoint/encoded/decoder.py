@@ -1,13 +1,15 @@
-"""`decode_file`, the one call in an encoded file: torch.load makes it, and gets plain tensors.
+"""`decode_file`, the one call in an encoded file, and `Anchor`, a file of weights that is decoded one at a time.
 
-The layout is described in structure.py; encoder.py writes it.
+torch.load makes the call, and gets plain tensors. The layout is described in structure.py; encoder.py writes it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -16,14 +18,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.encoded.anchor import Anchor, find_anchor, keep_open
+from hf_trainweights.checkpoint.codecs import CODECS
+from hf_trainweights.checkpoint.codecs.base import OwnAnchor
 from hf_trainweights.checkpoint.encoded.base_identity import Base
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
-from hf_trainweights.checkpoint.encoded.reader import Undecoded, leave_undecoded
-from hf_trainweights.checkpoint.encoded.storages import DTYPES, corrupt
-from hf_trainweights.checkpoint.encoded.structure import cut_payload, decode_storage, empty_storages, open_structure
+from hf_trainweights.checkpoint.encoded.reader import (
+    Undecoded,
+    find_anchor,
+    leave_undecoded,
+    load_undecoded,
+    verify_anchor,
+)
+from hf_trainweights.checkpoint.encoded.storages import DTYPES, build_tensors, corrupt
+from hf_trainweights.checkpoint.encoded.structure import (
+    anchor_file_name,
+    cut_payload,
+    empty_storages,
+    open_structure,
+    payload_crc32,
+    storage_name,
+)
 from hf_trainweights.checkpoint.encoded.tree import unflatten
 from hf_trainweights.checkpoint.encoded.workers import default_device_cpu, in_order, worker_count
+from hf_trainweights.errors import CorruptFileError
+
+MOST_ANCHORS = 8
+"""How many files reading one anchor may take, itself among them; writers are content with fewer."""
+# A file that was written just now may change again within one tick of the file system's clock.
+_SETTLED_SECONDS = 2.0
+
+_kept: tuple[Anchor, list[os.stat_result]] | None = None
 
 
 def decode_file(payload: Tensor, structure: str) -> Any:
@@ -63,24 +87,51 @@ def _decode_storages(structure: Mapping[str, Any], payload: Tensor) -> list[Tens
     done: list[Future[Tensor]] = [Future() for _ in entries]
 
     def decode(index: int) -> Tensor:
-        entry = entries[index]
-        references = anchor.references(entry) if anchor is not None and "anchor" in entry else {}
-        if "exp_avg_sq" in entry:
-            # Of a lower index, so another thread has begun it and waits for none that comes later.
-            references["exp_avg_sq"] = done[entry["exp_avg_sq"]].result()
-        return decode_storage(structure, index, pieces[index], references)
-
-    def settle(index: int) -> Tensor:
+        moment = entries[index].get("exp_avg_sq")
         try:
-            done[index].set_result(decode(index))
+            # Of a lower index, so another thread has begun it and waits for none that comes later.
+            exp_avg_sq = None if moment is None else done[moment].result()
+            done[index].set_result(_decode_storage(structure, index, pieces[index], anchor, exp_avg_sq))
         except BaseException as error:
             done[index].set_exception(error)
         return done[index].result()
 
     sizes = [math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize for entry in entries]
-    tasks = ((size_bytes, partial(settle, index)) for index, size_bytes in enumerate(sizes))
+    tasks = ((size_bytes, partial(decode, index)) for index, size_bytes in enumerate(sizes))
     with contextlib.closing(in_order(tasks, worker_count(sum(sizes)))) as results:
         return list(results)
+
+
+def _decode_storage(
+    structure: Mapping[str, Any],
+    index: int,
+    pieces: Sequence[Tensor],
+    anchor: Anchor | BaseWeights | None,
+    exp_avg_sq: Tensor | None = None,
+) -> Tensor:
+    """Decode a storage of what `open_structure` returned, given its pieces and references, to a new CPU tensor.
+
+    CorruptFileError names the tensor: its bytes have another checksum, or do not fit the structure.
+    """
+    entry = structure["storages"][index]
+    if payload_crc32(pieces) != entry["crc32"]:
+        start = pieces[0].storage_offset() if pieces else 0
+        where = f"{storage_name(structure, index)}, from byte {start} of the payload on"
+        raise corrupt(where, f"crc32 {entry['crc32']}", payload_crc32(pieces))
+    codec, dtype = CODECS[entry["codec"]], DTYPES[entry["dtype"]]
+    # A tensor of a base may be mapped from its file, so no codec may write to its memory.
+    references = OwnAnchor() if isinstance(anchor, Anchor) else {}
+    if anchor is not None and "anchor" in entry:
+        references["anchor"] = anchor.tensor(entry["anchor"]).to(dtype)
+    if exp_avg_sq is not None:
+        references["exp_avg_sq"] = exp_avg_sq
+    try:
+        decoded = codec.decode(pieces, entry.get("params", {}), entry["shape"], dtype, references)
+    except CorruptFileError as error:
+        where = f"{storage_name(structure, index)}, {error.where}"
+        raise CorruptFileError(where, error.expected, error.found, error.next_step) from error
+    # A codec may decode to memory of the anchor, which may be a part of a larger one. Views begin at the first byte.
+    return decoded if decoded.untyped_storage().nbytes() == decoded.nbytes else decoded.clone()
 
 
 def open_anchor(entry: Mapping[str, Any]) -> Anchor | BaseWeights:
@@ -91,3 +142,85 @@ def open_anchor(entry: Mapping[str, Any]) -> Anchor | BaseWeights:
     if "base" in entry:
         return BaseWeights(Base.from_dict("the anchor's base", entry["base"]), Path(entry["path"]).parent)
     return keep_open(find_anchor(entry["sha256"], entry["path"]), entry["sha256"])
+
+
+def keep_open(path: Path, sha256: str) -> Anchor:
+    """Return an anchor that `find_anchor` found, the same object until another one is asked for or a file changes.
+
+    Each item of a sharded checkpoint asks for it, and opening one takes the longer the more weights it has. Meanwhile
+    its bytes stay on the disk even if its last link goes. Windows removes no open file, so none is kept there.
+    """
+    global _kept
+    kept = _kept  # another thread may keep another one meanwhile
+    if kept is not None and kept[0].sha256 == sha256 and all(map(_is_unchanged, kept[0].files, kept[1])):
+        return kept[0]
+    anchor = Anchor(path, sha256=sha256)
+    found = [os.stat(each) for each in anchor.files]
+    is_settled = time.time() - max(each.st_mtime for each in found) > _SETTLED_SECONDS
+    _kept = (anchor, found) if is_settled and os.name != "nt" else None
+    return anchor
+
+
+def _is_unchanged(path: Path, before: os.stat_result) -> bool:
+    now = os.stat(path) if path.exists() else None
+    return now is not None and os.path.samestat(now, before) and now.st_mtime_ns == before.st_mtime_ns
+
+
+class Anchor:
+    """The weights that files are stored against, decoded one at a time; `files` are all that reading them takes.
+
+    An anchor may be a difference to another one, which lies beside it. Its file stays memory-mapped as long as this
+    object lives. CorruptFileError: its digest, by default the one in its name, or its content is wrong, or it takes
+    more than `most_files`. MissingAnchorError: the anchor that it is a difference to is not beside it, nor in a
+    registered directory.
+    """
+
+    def __init__(self, path: str | Path, *, sha256: str | None = None, most_files: int = MOST_ANCHORS):
+        self.path = Path(path).absolute()
+        self.sha256 = verify_anchor(self.path, sha256)
+        loaded = load_undecoded(self.path)
+        self._structure = loaded.structure
+        self._pieces = cut_payload(loaded.structure, loaded.payload)
+        self._views = _views_by_name(loaded.structure, str(self.path))
+        self._next = self._open_next(most_files)
+        self.files: tuple[Path, ...] = (self.path, *(self._next.files if self._next else ()))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._views
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def stored_name(self, name: str) -> str:
+        """Return the name that a tensor has in the file: its own."""
+        return name
+
+    def tensor(self, name: str) -> Tensor:
+        """Decode one tensor to a new CPU tensor; CorruptFileError: there is none of that name, or it is damaged."""
+        if name not in self._views:
+            raise corrupt(str(self.path), f"an anchor that holds {name}", "others only")
+        view = self._views[name]
+        with torch.no_grad(), default_device_cpu():
+            index = view["storage"]
+            storage = _decode_storage(self._structure, index, self._pieces[index], self._next)
+            return build_tensors([{**view, "storage": 0}], [storage])[0].detach()
+
+    def _open_next(self, most_files: int) -> Anchor | None:
+        """Open the anchor that this one is a difference to: each directory with a link to this one has a link to it."""
+        if "anchor" not in self._structure:
+            return None
+        if most_files <= 1:
+            raise corrupt(str(self.path), f"an anchor that takes at most {MOST_ANCHORS} files", "one that takes more")
+        sha256 = self._structure["anchor"]["sha256"]
+        beside = self.path.with_name(anchor_file_name(sha256))
+        return Anchor(find_anchor(sha256, str(beside)), sha256=sha256, most_files=most_files - 1)
+
+
+def _views_by_name(structure: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
+    """Return the views of a flat state dict, every one of them checked by building it on "meta"."""
+    tree = unflatten(structure, empty_storages(structure))
+    is_flat = isinstance(tree, dict) and all(isinstance(value, Tensor) for value in tree.values())
+    if not is_flat or any("exp_avg_sq" in each for each in structure["storages"]):
+        raise corrupt(where, "an anchor: one flat state dict of weights", "another file")
+    items = next(iter(structure["tree"].values()))
+    return {name: structure["tensors"][node["tensor"]] for name, node in items}

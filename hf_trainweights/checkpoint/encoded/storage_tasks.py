@@ -20,8 +20,8 @@ from hf_trainweights.checkpoint.codecs.log_rank1 import LogRank1
 from hf_trainweights.checkpoint.codecs.planes import Planes
 from hf_trainweights.checkpoint.codecs.raw import Raw
 from hf_trainweights.checkpoint.codecs.update_space import TileEncoder, UpdateSpace
-from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
+from hf_trainweights.checkpoint.encoded.decoder import Anchor
 from hf_trainweights.checkpoint.encoded.plan import Plan, TensorPlan
 from hf_trainweights.checkpoint.encoded.storages import Storage, path_text
 from hf_trainweights.checkpoint.encoded.structure import payload_crc32

@@ -23,7 +23,7 @@ a flipped bit can make it look for an instruction in either. So there a full sto
 zeros are appended to a payload until its length is free of the byte 46.
 
 An anchor is an encoded file of one flat state dict. It may refer to another anchor, whose link lies beside its own. It
-is found by its digest (anchor.py). In its place may stand weights outside the run, as others wrote them: then
+is found by its digest (reader.py). In its place may stand weights outside the run, as others wrote them: then
 `anchor` has one more key, `base` (base_identity.py), its `sha256` is that of all files of the base together, its `path`
 leads to a directory that may keep them under their own digests, and a storage's `anchor` is a name in them.
 """
@@ -34,7 +34,7 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -178,28 +178,6 @@ def payload_crc32(pieces: Iterable[Tensor]) -> int:
     for piece in pieces:
         value = zlib_ng.crc32(piece.numpy().data, value)
     return value
-
-
-def decode_storage(
-    structure: Mapping[str, Any], index: int, pieces: Sequence[Tensor], references: Mapping[str, Tensor]
-) -> Tensor:
-    """Decode a storage of what `open_structure` returned, given its pieces and references, to a new CPU tensor.
-
-    CorruptFileError names the tensor: its bytes have another checksum, or do not fit the structure.
-    """
-    entry = structure["storages"][index]
-    if payload_crc32(pieces) != entry["crc32"]:
-        start = pieces[0].storage_offset() if pieces else 0
-        where = f"{storage_name(structure, index)}, from byte {start} of the payload on"
-        raise corrupt(where, f"crc32 {entry['crc32']}", payload_crc32(pieces))
-    codec, dtype = CODECS[entry["codec"]], DTYPES[entry["dtype"]]
-    try:
-        decoded = codec.decode(pieces, entry.get("params", {}), entry["shape"], dtype, references)
-    except CorruptFileError as error:
-        where = f"{storage_name(structure, index)}, {error.where}"
-        raise CorruptFileError(where, error.expected, error.found, error.next_step) from error
-    # A codec may decode to memory of the anchor, which may be a part of a larger one. Views begin at the first byte.
-    return decoded if decoded.untyped_storage().nbytes() == decoded.nbytes else decoded.clone()
 
 
 def empty_storages(structure: Mapping[str, Any]) -> list[Tensor]:

@@ -13,10 +13,15 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from hf_trainweights.checkpoint.encoded.anchor import register_anchor_directory, verify_anchor
 from hf_trainweights.checkpoint.encoded.base_weights import find_base
 from hf_trainweights.checkpoint.encoded.decoder import open_anchor
-from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_structure
+from hf_trainweights.checkpoint.encoded.reader import (
+    is_encoded,
+    load_file,
+    read_structure,
+    register_anchor_directory,
+    verify_anchor,
+)
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.encoded.workers import in_order, worker_count
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest

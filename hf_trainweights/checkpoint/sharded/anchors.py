@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_trainweights.checkpoint.dcp.plain_metadata import METADATA_NAME
-from hf_trainweights.checkpoint.encoded.anchor import Anchor
+from hf_trainweights.checkpoint.encoded.decoder import Anchor
 from hf_trainweights.checkpoint.encoded.storages import corrupt
 from hf_trainweights.checkpoint.encoded.structure import anchor_file_name
 from hf_trainweights.checkpoint.manifest import Manifest, read_manifest

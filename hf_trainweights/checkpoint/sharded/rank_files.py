@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from zlib_ng import zlib_ng
 
 from hf_trainweights.checkpoint.dcp.description import Place, StoredFile, StoredItem, name_of, stored_item
-from hf_trainweights.checkpoint.encoded.anchor import Anchor
+from hf_trainweights.checkpoint.encoded.decoder import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, TensorReport, encode_file
 from hf_trainweights.checkpoint.encoded.plan import Plan
 from hf_trainweights.checkpoint.run.anchors import delta_rms

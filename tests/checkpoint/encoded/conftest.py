@@ -5,15 +5,15 @@ import torch
 from trees import trained, write_anchor, write_encoded
 
 from hf_trainweights.checkpoint.codecs import CODECS
-from hf_trainweights.checkpoint.encoded import anchor as anchors
-from hf_trainweights.checkpoint.encoded.anchor import Anchor
+from hf_trainweights.checkpoint.encoded import reader
+from hf_trainweights.checkpoint.encoded.decoder import Anchor
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
 
 
 @pytest.fixture(autouse=True)
 def _fresh_process(monkeypatch):
-    monkeypatch.setattr(anchors, "_directories", {})
-    monkeypatch.setattr(anchors, "_digests", {})
+    monkeypatch.setattr(reader, "_directories", {})
+    monkeypatch.setattr(reader, "_digests", {})
 
 
 @pytest.fixture

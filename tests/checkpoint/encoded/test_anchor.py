@@ -8,9 +8,10 @@ import torch
 from trees import write_anchor, write_encoded
 
 from hf_trainweights.checkpoint.codecs import CODECS
-from hf_trainweights.checkpoint.encoded import anchor as anchors
-from hf_trainweights.checkpoint.encoded.anchor import Anchor, find_anchor, register_anchor_directory, verify_anchor
+from hf_trainweights.checkpoint.encoded import reader
+from hf_trainweights.checkpoint.encoded.decoder import Anchor
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
+from hf_trainweights.checkpoint.encoded.reader import find_anchor, register_anchor_directory, verify_anchor
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.errors import CorruptFileError, MissingAnchorError, TrainWeightsError
 
@@ -31,7 +32,7 @@ def test_anchor_decodes_one_tensor_at_a_time(tmp_path):
 
 
 def as_anchor(path):
-    return path.rename(path.with_name(f"{anchors.file_sha256(path)}{ANCHOR_SUFFIX}"))
+    return path.rename(path.with_name(f"{reader.file_sha256(path)}{ANCHOR_SUFFIX}"))
 
 
 def chain(directory, length):
@@ -88,7 +89,7 @@ def test_anchor_whose_own_anchor_is_gone_or_damaged_is_refused(tmp_path):
     with pytest.raises(CorruptFileError, match="expected an anchor named by its SHA-256"):
         Anchor(path)
     first.unlink()
-    with pytest.raises(anchors.MissingAnchorError, match=first.name):
+    with pytest.raises(reader.MissingAnchorError, match=first.name):
         Anchor(path)
 
 
@@ -115,8 +116,8 @@ NAME = f"{SHA256}{ANCHOR_SUFFIX}"
 
 @pytest.fixture(autouse=True)
 def _fresh_process(monkeypatch):
-    monkeypatch.setattr(anchors, "_directories", {})
-    monkeypatch.setattr(anchors, "_digests", {})
+    monkeypatch.setattr(reader, "_directories", {})
+    monkeypatch.setattr(reader, "_digests", {})
 
 
 def anchor_in(directory, content=CONTENT):
@@ -217,7 +218,7 @@ def test_link_directory_and_pipe_are_not_opened(tmp_path):
 
 def test_bytes_are_read_once_for_all_links(tmp_path, monkeypatch):
     read = []
-    monkeypatch.setattr(anchors, "file_sha256", lambda path: read.append(path) or SHA256)
+    monkeypatch.setattr(reader, "file_sha256", lambda path: read.append(path) or SHA256)
     first = anchor_in(tmp_path / "a")
     (tmp_path / "b").mkdir()
     os.link(first, tmp_path / "b" / NAME)

@@ -12,7 +12,7 @@ import torch
 from bases import COMMIT, REPOSITORY, put_into_cache, weights, write
 
 from hf_trainweights.checkpoint.codecs import CODECS
-from hf_trainweights.checkpoint.encoded import base_weights
+from hf_trainweights.checkpoint.encoded import base_weights, decoder
 from hf_trainweights.checkpoint.encoded.base_identity import Base
 from hf_trainweights.checkpoint.encoded.base_weights import (
     BaseWeights,
@@ -186,16 +186,19 @@ def test_a_difference_to_a_base_of_another_dtype_is_exact(tmp_path: Path, dtype:
 
 
 @pytest.mark.parametrize("codec", ["planes-delta", "delta-uniform"])
-def test_decoding_a_difference_leaves_the_base_as_it_is(local: Path, codec: str) -> None:
+def test_decoding_a_difference_leaves_the_base_as_it_is(
+    tmp_path: Path, codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = {name: each.clone() for name, each in weights().items()}
-    base = BaseWeights(identify_base(local), local).named_as(before)
+    torch.save(before, tmp_path / "pytorch_model.bin")  # mapped, so that all tensors of one name share its memory
+    base = BaseWeights(identify_base(tmp_path), tmp_path).named_as(before)
     name = max(before, key=lambda each: before[each].numel())
     made = CODECS[codec](**({"step": 0.01} if codec == "delta-uniform" else {}))
-    moved = before[name] + 0.1
-    encoded = made.encode(moved, {"anchor": before[name]})
-    entry = {"anchor": name, "dtype": str(moved.dtype).removeprefix("torch.")}
-    arguments = encoded.payloads, encoded.params, list(moved.shape), moved.dtype
-    first, second = (made.decode(*arguments, base.references(entry)) for _ in range(2))
+    plan = {(name,): TensorPlan("weight", name, (made,), anchor=name)}
+    encoded = encode_file({name: before[name] + 0.1}, plan, anchor=base)
+    monkeypatch.setattr(decoder, "open_anchor", lambda _: base)
+    first, second = (decoder.decode_file(encoded.payload, encoded.structure)[name] for _ in range(2))
+    assert encoded.anchor_sha256 == base.sha256
     assert torch.equal(first, second)
     assert torch.equal(base.tensor(name), before[name])
 

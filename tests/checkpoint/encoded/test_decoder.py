@@ -10,8 +10,8 @@ from fresh_process import run_fresh
 from helpers import default_dtype
 from trees import fingerprint, write_encoded, written_bytes
 
-from hf_trainweights.checkpoint.encoded import anchor as anchors
-from hf_trainweights.checkpoint.encoded.anchor import register_anchor_directory
+from hf_trainweights.checkpoint.encoded import reader
+from hf_trainweights.checkpoint.encoded.reader import register_anchor_directory
 from hf_trainweights.checkpoint.planning.modes import MODES
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.errors import CorruptFileError, MissingAnchorError
@@ -154,6 +154,6 @@ def test_damaged_anchor_is_an_error_even_if_its_digest_was_checked_before(delta)
     with pytest.raises(CorruptFileError, match="expected"):
         torch.load(path, weights_only=True)
     # Not even a file system whose clock stands still hides it.
-    anchors._digests.update(dict.fromkeys(anchors._digests, anchor.stem))
+    reader._digests.update(dict.fromkeys(reader._digests, anchor.stem))
     with pytest.raises(CorruptFileError, match="expected"):
         torch.load(path, weights_only=True)

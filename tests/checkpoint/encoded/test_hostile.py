@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from trees import encoded_bytes, fingerprint, small_tree, trained, write_anchor
 
 from hf_trainweights.checkpoint.codecs import CODECS
-from hf_trainweights.checkpoint.encoded import anchor as anchors
-from hf_trainweights.checkpoint.encoded.anchor import Anchor
-from hf_trainweights.checkpoint.encoded.decoder import decode_file
+from hf_trainweights.checkpoint.encoded import reader
+from hf_trainweights.checkpoint.encoded.decoder import Anchor, decode_file
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
 from hf_trainweights.checkpoint.encoded.reader import load_file, read_structure
@@ -29,8 +28,8 @@ from hf_trainweights.errors import CorruptFileError, TrainWeightsError
 
 @pytest.fixture(autouse=True)
 def _fresh_process(monkeypatch):
-    monkeypatch.setattr(anchors, "_directories", {})
-    monkeypatch.setattr(anchors, "_digests", {})
+    monkeypatch.setattr(reader, "_directories", {})
+    monkeypatch.setattr(reader, "_digests", {})
 
 
 def forged(structure, payload=None):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_trainweights.checkpoint.encoded import anchor
+from hf_trainweights.checkpoint.encoded import decoder
 
 
 def test_an_anchor_is_that_which_was_asked_for_while_another_thread_asks_for_another(
@@ -16,11 +16,11 @@ def test_an_anchor_is_that_which_was_asked_for_while_another_thread_asks_for_ano
     path = tmp_path / "file"
     path.touch()
     wanted, other = (SimpleNamespace(sha256=name, files=[path]) for name in ("wanted", "other"))
-    monkeypatch.setattr(anchor, "_kept", (wanted, [path.stat()]))
+    monkeypatch.setattr(decoder, "_kept", (wanted, [path.stat()]))
 
     def meanwhile(*_: object) -> bool:
-        anchor._kept = (other, [path.stat()])
+        decoder._kept = (other, [path.stat()])
         return True
 
-    monkeypatch.setattr(anchor, "_is_unchanged", meanwhile)
-    assert anchor.keep_open(path, "wanted") is wanted
+    monkeypatch.setattr(decoder, "_is_unchanged", meanwhile)
+    assert decoder.keep_open(path, "wanted") is wanted

@@ -11,7 +11,7 @@ import torch
 from trees import fingerprint, write_encoded
 
 from hf_trainweights.checkpoint.encoded import decoder as encoded
-from hf_trainweights.checkpoint.encoded.anchor import Anchor
+from hf_trainweights.checkpoint.encoded.decoder import Anchor
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_structure
 from hf_trainweights.errors import CorruptFileError, MissingAnchorError
 
@@ -45,7 +45,7 @@ def test_missing_file_is_an_os_error(tmp_path):
 def test_structure_is_read_without_anchor_or_decoding(delta, monkeypatch):
     path, anchor, _ = delta
     anchor.unlink()
-    monkeypatch.setattr(encoded, "decode_storage", None)
+    monkeypatch.setattr(encoded, "_decode_storage", None)
     structure = read_structure(path)
     assert is_encoded(path)
     assert structure["anchor"] == {"sha256": anchor.stem, "path": str(anchor)}

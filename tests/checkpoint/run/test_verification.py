@@ -9,8 +9,7 @@ from trees import each_flipped_bit
 
 from hf_trainweights.checkpoint.directory.discovery import latest
 from hf_trainweights.checkpoint.directory.layout import compress_directory, restore_directory
-from hf_trainweights.checkpoint.encoded import anchor as anchors
-from hf_trainweights.checkpoint.encoded import base_weights
+from hf_trainweights.checkpoint.encoded import base_weights, reader
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -225,7 +224,7 @@ def small_run(tmp_path, monkeypatch):
         compress_directory(path)
     for path in tmp_path.rglob("trainweights.json"):
         path.unlink()
-    monkeypatch.setattr(anchors, "_directories", {})
+    monkeypatch.setattr(reader, "_directories", {})
     return tmp_path
 
 
@@ -257,7 +256,7 @@ def test_an_anchor_is_found_under_its_own_name_in_the_checkpoint_that_wrote_it(s
         load_file(path / "pytorch_model.bin")
     assert latest(small_run) == str(path)
     assert torch.equal(load_file(path / "pytorch_model.bin")["w"], expected)
-    monkeypatch.setattr(anchors, "_directories", {})
+    monkeypatch.setattr(reader, "_directories", {})
     restore_directory(path)
     assert torch.equal(load_file(path / "pytorch_model.bin")["w"], expected)
 

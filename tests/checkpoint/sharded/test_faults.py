@@ -29,7 +29,7 @@ from checkpoint.sharded.states import (
 from ranks import run_ranks
 from torch.distributed.checkpoint.planner import SavePlan
 
-from hf_trainweights.checkpoint.encoded import anchor as anchors
+from hf_trainweights.checkpoint.encoded import reader
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, FileEntry, read_manifest, write_manifest
 from hf_trainweights.distributed import TrainWeightsReader, TrainWeightsWriter
@@ -69,12 +69,12 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def checkpoint(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a copy, beside which no anchor is found elsewhere."""
-    monkeypatch.setattr(anchors, "_directories", {})
+    monkeypatch.setattr(reader, "_directories", {})
     path = Path(shutil.copytree(sound, tmp_path / "checkpoint"))
     monkeypatch.setattr(
-        anchors,
+        reader,
         "anchor_paths",
-        lambda sha256, _: [each / f"{sha256}{ANCHOR_SUFFIX}" for each in anchors._directories],
+        lambda sha256, _: [each / f"{sha256}{ANCHOR_SUFFIX}" for each in reader._directories],
     )
     return path
 
@@ -206,7 +206,7 @@ def test_a_missing_anchor_is_a_typed_error_and_found_in_another_checkpoint_of_th
     anchor.rename(elsewhere / anchor.name)
     with pytest.raises(MissingAnchorError, match=anchor.name):
         raise error_of(checkpoint)
-    anchors.register_anchor_directory(elsewhere)
+    reader.register_anchor_directory(elsewhere)
     assert load(checkpoint, state=empty_state())["progress"]["save"] == 1
 
 

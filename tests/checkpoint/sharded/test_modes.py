@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from hf_trainweights.checkpoint import verify_checkpoint
-from hf_trainweights.checkpoint.encoded import anchor as anchors
+from hf_trainweights.checkpoint.encoded import reader
 from hf_trainweights.checkpoint.manifest import read_manifest
 from hf_trainweights.checkpoint.planning.modes import LOSSY_MODES, MODES, SIZE_FLOOR
 from hf_trainweights.distributed import TrainWeightsReader
@@ -80,7 +80,7 @@ def test_every_parameter_is_rounded_in_a_lossy_mode_and_nothing_else(run: tuple[
 def test_any_checkpoint_of_a_run_may_be_deleted(
     run: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(anchors, "_directories", {})
+    monkeypatch.setattr(reader, "_directories", {})
     _, directory = run
     expected = load(directory / "2", state=whole_state(9))
     copy = Path(shutil.copytree(directory, tmp_path / "copy"))

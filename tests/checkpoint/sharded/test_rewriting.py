@@ -23,7 +23,7 @@ from trees import fingerprint
 from hf_trainweights.checkpoint import collect_garbage, compress_directory, latest, restore_directory, verify_checkpoint
 from hf_trainweights.checkpoint.dcp.contents import ShardedContents
 from hf_trainweights.checkpoint.directory.layout import layout_of
-from hf_trainweights.checkpoint.encoded import anchor as anchors
+from hf_trainweights.checkpoint.encoded import reader
 from hf_trainweights.checkpoint.manifest import read_manifest, total_rounding
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.job import SaveJob
@@ -213,7 +213,7 @@ def test_a_checkpoint_that_lacks_its_anchor_is_passed_over_with_and_without_a_ma
         compress_directory(run / f"checkpoint-{step}")
     shutil.move(run / "checkpoint-8", tmp_path / "elsewhere" / "checkpoint-8")
     shutil.rmtree(run / "checkpoint-7")
-    monkeypatch.setattr(anchors, "_directories", {})
+    monkeypatch.setattr(reader, "_directories", {})
     moved = list((tmp_path / "elsewhere").rglob("*.anchor"))
     assert moved
     for anchor in moved:
@@ -269,7 +269,7 @@ def test_whichever_call_fails_while_a_small_checkpoint_is_rewritten_it_loads_by_
                 errors += 1
         shutil.move(copy / "checkpoint-8", alone / "checkpoint-8")
         shutil.rmtree(copy)
-        monkeypatch.setattr(anchors, "_directories", {})
+        monkeypatch.setattr(reader, "_directories", {})
         assert latest(alone) == str(alone / "checkpoint-8")
         loaded = load_stock_trainer(one_weight(8), alone / "checkpoint-8")
         torch.testing.assert_close(loaded["model"], one_weight(8)["model"], atol=1e-3, rtol=0)

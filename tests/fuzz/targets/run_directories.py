@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from hf_trainweights import latest
 from hf_trainweights.checkpoint.directory.discovery import check_checkpoint
 from hf_trainweights.checkpoint.directory.garbage import collect_garbage
-from hf_trainweights.checkpoint.encoded import anchor as anchors
+from hf_trainweights.checkpoint.encoded import reader
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
@@ -130,7 +130,7 @@ class RunDirectories(Target):
     def run(self, given: ChangedRun) -> Outcome:
         root = write_tree(self.directory / "run", {**saved_runs()[given.mode], **given.files})
         # As in a new process: no directory is known to hold anchors.
-        with patch.dict(anchors._directories, clear=True):
+        with patch.dict(reader._directories, clear=True):
             if given.command == ("latest",):
                 return self._latest(given, root)
             if given.command == ("manager",):
@@ -194,5 +194,5 @@ class RunDirectories(Target):
 
 def _print(weights: Path) -> Any:
     """Return the fingerprint of a file of weights, whose anchor lies beside it."""
-    with patch.dict(anchors._directories, {weights.parent: None}):
+    with patch.dict(reader._directories, {weights.parent: None}):
         return fingerprint(dict(load_file(weights)))  # whatever kind of dict it is in
