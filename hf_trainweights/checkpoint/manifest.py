@@ -22,7 +22,7 @@ A file that was rounded stays rounded when it is encoded once more without a los
 says what encoding it cost, the optional key `rounded_before` what it had lost before: file name to role to the largest
 error of an element. A sharded checkpoint has the optional key `sharded`
 (dcp/description.py). Where weights are stored against others outside the run, the optional key `base` says which
-(encoded/base_identity.py). Numbers that are not finite stand as `NaN` and `Infinity`, as Python's json writes them.
+(encoded/structure.py). Numbers that are not finite stand as `NaN` and `Infinity`, as Python's json writes them.
 File names are relative, their parts are joined by `/`; there is no `..`, no absolute path, and no link is followed.
 
 Types and ranges are checked as well: a right digest proves the text whole, not that it makes sense.
@@ -41,8 +41,7 @@ from typing import Any
 
 import torch
 
-from hf_trainweights.checkpoint.encoded.base_identity import Base
-from hf_trainweights.checkpoint.encoded.structure import anchor_file_name
+from hf_trainweights.checkpoint.encoded.structure import Base, anchor_file_name
 from hf_trainweights.checkpoint.encoded.tree import MAX_DEPTH
 from hf_trainweights.checkpoint.planning.modes import MODES
 from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.codecs.base import OwnAnchor
-from hf_trainweights.checkpoint.encoded.base_identity import Base
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.reader import (
     Undecoded,
@@ -31,6 +30,7 @@ from hf_trainweights.checkpoint.encoded.reader import (
 )
 from hf_trainweights.checkpoint.encoded.storages import DTYPES, build_tensors, corrupt
 from hf_trainweights.checkpoint.encoded.structure import (
+    Base,
     anchor_file_name,
     cut_payload,
     empty_storages,

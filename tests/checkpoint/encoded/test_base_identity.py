@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from bases import COMMIT, REPOSITORY
 
-from hf_trainweights.checkpoint.encoded.base_identity import Base
+from hf_trainweights.checkpoint.encoded.structure import Base
 from hf_trainweights.errors import CorruptFileError
 
 FILES = {"model.safetensors": "0" * 64}

@@ -13,7 +13,6 @@ from bases import COMMIT, REPOSITORY, put_into_cache, weights, write
 
 from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.encoded import base_weights, decoder
-from hf_trainweights.checkpoint.encoded.base_identity import Base
 from hf_trainweights.checkpoint.encoded.base_weights import (
     BaseWeights,
     find_base,
@@ -23,7 +22,8 @@ from hf_trainweights.checkpoint.encoded.base_weights import (
     require_weights,
 )
 from hf_trainweights.checkpoint.encoded.encoder import encode_file
-from hf_trainweights.checkpoint.encoded.plan import TensorPlan
+from hf_trainweights.checkpoint.encoded.plan import Plan, TensorPlan
+from hf_trainweights.checkpoint.encoded.structure import Base
 from hf_trainweights.errors import ConfigError, CorruptFileError, MissingAnchorError
 from hf_trainweights.files.reading import file_sha256
 
@@ -194,7 +194,7 @@ def test_decoding_a_difference_leaves_the_base_as_it_is(
     base = BaseWeights(identify_base(tmp_path), tmp_path).named_as(before)
     name = max(before, key=lambda each: before[each].numel())
     made = CODECS[codec](**({"step": 0.01} if codec == "delta-uniform" else {}))
-    plan = {(name,): TensorPlan("weight", name, (made,), anchor=name)}
+    plan: Plan = {(name,): TensorPlan("weight", name, (made,), anchor=name)}
     encoded = encode_file({name: before[name] + 0.1}, plan, anchor=base)
     monkeypatch.setattr(decoder, "open_anchor", lambda _: base)
     first, second = (decoder.decode_file(encoded.payload, encoded.structure)[name] for _ in range(2))
