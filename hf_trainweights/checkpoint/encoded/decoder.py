@@ -6,7 +6,6 @@ torch.load makes the call, and gets plain tensors. The layout is described in st
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from hf_trainweights.checkpoint.encoded.structure import (
     Base,
     anchor_file_name,
     cut_payload,
+    decoded_bytes,
     empty_storages,
     open_structure,
     payload_crc32,
@@ -96,7 +96,7 @@ def _decode_storages(structure: Mapping[str, Any], payload: Tensor) -> list[Tens
             done[index].set_exception(error)
         return done[index].result()
 
-    sizes = [math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize for entry in entries]
+    sizes = [decoded_bytes(entry) for entry in entries]
     tasks = ((size_bytes, partial(decode, index)) for index, size_bytes in enumerate(sizes))
     with contextlib.closing(in_order(tasks, worker_count(sum(sizes)))) as results:
         return list(results)

@@ -30,6 +30,7 @@ from hf_trainweights.checkpoint.encoded.storages import path_text
 from hf_trainweights.checkpoint.encoded.structure import (
     ALIGNMENT_BYTES,
     VERSION,
+    TensorReport,
     anchor_file_name,
     padded_length,
     seal_structure,
@@ -39,31 +40,6 @@ from hf_trainweights.checkpoint.encoded.workers import default_device_cpu, in_or
 from hf_trainweights.files.torch_zip_writer import TorchZipWriter, Writable
 
 _ZEROS = bytes(1 << 20)
-
-
-@dataclass(frozen=True)
-class TensorReport:
-    """What became of one stored tensor; tied tensors and views of the same memory count as one.
-
-    Args:
-        path: Key path of the first tensor, e.g. `state.0.exp_avg`.
-        name: Its parameter's name where the plan knows it, else the path.
-        role: As in the plan, else `other`.
-        codec: Name of the codec that won.
-        params: The codec's parameters.
-        bound: Largest error of a decoded element in the codec's unit; None if it is exact.
-        bytes_in: Decoded bytes.
-        bytes_out: Stored bytes.
-    """
-
-    path: str
-    name: str
-    role: str
-    codec: str
-    params: dict[str, Json]
-    bound: float | None
-    bytes_in: int
-    bytes_out: int
 
 
 @dataclass(frozen=True)
@@ -219,18 +195,7 @@ class _Collector:
             entry["bound"] = coded.bound
         self.numbers[coded.index] = len(self.entries)
         self.entries.append(entry)
-        self.report.append(
-            TensorReport(
-                path=path_text(storage.paths[0]),
-                name=plan.name,
-                role=plan.role,
-                codec=coded.codec.codec_id,
-                params=coded.params,
-                bound=coded.bound,
-                bytes_in=storage.size_bytes,
-                bytes_out=sum(sizes),
-            )
-        )
+        self.report.append(TensorReport.of(entry, path_text(storage.paths[0]), plan.name, plan.role))
 
 
 class Payload:

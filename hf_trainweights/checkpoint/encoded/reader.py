@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import math
 import os
 import pickle
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.encoded.storages import DTYPES, KeyPath, corrupt, path_text
-from hf_trainweights.checkpoint.encoded.structure import DECODE_CALL, anchor_file_name, storage_paths
+from hf_trainweights.checkpoint.encoded.storages import corrupt, path_text
+from hf_trainweights.checkpoint.encoded.structure import DECODE_CALL, TensorReport, anchor_file_name, storage_paths
 from hf_trainweights.errors import CorruptFileError, MissingAnchorError
 from hf_trainweights.files.memory_file import MemoryFile
 from hf_trainweights.files.reading import file_sha256, is_torch_zip, open_pickle, require_regular_file
@@ -113,23 +112,13 @@ def read_report(path: str | Path) -> dict[str, Any]:
     Name and role, which only the plan knew, are guessed from the key path.
     """
     structure = read_structure(path)
-    paths = storage_paths(structure)
-    tensors = [_stored_report(paths.get(i, ()), entry) for i, entry in enumerate(structure["storages"])]
+    paths, tensors = storage_paths(structure), []
+    for index, entry in enumerate(structure["storages"]):
+        keys = paths.get(index, ())
+        is_moment = keys[-1:] in (("exp_avg",), ("exp_avg_sq",))
+        role = str(keys[-1]) if is_moment else "weight" if len(keys) == 1 else "other"
+        tensors.append(vars(TensorReport.of(entry, path_text(keys), path_text(keys), role)))
     return {"anchor": structure.get("anchor", {}).get("sha256"), "tensors": tensors}
-
-
-def _stored_report(path: KeyPath, entry: Mapping[str, Any]) -> dict[str, Any]:
-    role = str(path[-1]) if path and path[-1] in ("exp_avg", "exp_avg_sq") else "weight" if len(path) == 1 else "other"
-    return {
-        "path": path_text(path),
-        "name": path_text(path),
-        "role": role,
-        "codec": entry["codec"],
-        "params": entry.get("params", {}),
-        "bound": entry.get("bound"),
-        "bytes_in": math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize,
-        "bytes_out": sum(entry["sizes"]),
-    }
 
 
 def load_undecoded(path: str | Path) -> Undecoded:

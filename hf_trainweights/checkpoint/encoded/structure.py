@@ -51,6 +51,7 @@ from torch import Tensor
 from zlib_ng import zlib_ng
 
 from hf_trainweights.checkpoint.codecs import CODECS
+from hf_trainweights.checkpoint.codecs.base import Json
 from hf_trainweights.checkpoint.encoded.storages import DTYPES, KeyPath, corrupt, path_text, require_sizes
 from hf_trainweights.checkpoint.encoded.tree import MAPPING_TYPES, MAX_DEPTH
 from hf_trainweights.errors import CorruptFileError
@@ -153,8 +154,8 @@ def _check_storage(entry: Any, index: int, has_anchor: bool) -> None:
     if entry["dtype"] not in DTYPES:
         raise corrupt("dtype", ", ".join(DTYPES), entry["dtype"])
     stored_bytes = sum(require_sizes("sizes", entry.get("sizes")))
-    elements = math.prod(require_sizes("shape", entry.get("shape")))
-    if elements * DTYPES[entry["dtype"]].itemsize > max(stored_bytes * _MAX_EXPANSION, _MIN_DECODED_BYTES):
+    require_sizes("shape", entry.get("shape"))
+    if decoded_bytes(entry) > max(stored_bytes * _MAX_EXPANSION, _MIN_DECODED_BYTES):
         raise corrupt("shape", f"no more than {stored_bytes} stored bytes can hold", entry["shape"])
     if type(entry.get("crc32")) is not int or type(entry.get("params", {})) is not dict:
         raise corrupt("its storage", "a crc32 and parameters", entry)
@@ -165,6 +166,42 @@ def _check_storage(entry: Any, index: int, has_anchor: bool) -> None:
         raise corrupt("anchor", "a name in the file's anchor", entry["anchor"])
     if "exp_avg_sq" in entry and not (type(entry["exp_avg_sq"]) is int and 0 <= entry["exp_avg_sq"] < index):
         raise corrupt("exp_avg_sq", f"a storage below {index}", entry["exp_avg_sq"])
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """What became of one stored tensor; tied tensors and views of the same memory count as one.
+
+    Args:
+        path: Key path of the first tensor, e.g. `state.0.exp_avg`.
+        name: Its parameter's name where the plan knows it, else the path.
+        role: As in the plan, else `other`.
+        codec: Name of the codec that won.
+        params: The codec's parameters.
+        bound: Largest error of a decoded element in the codec's unit; None if it is exact.
+        bytes_in: Decoded bytes.
+        bytes_out: Stored bytes.
+    """
+
+    path: str
+    name: str
+    role: str
+    codec: str
+    params: dict[str, Json]
+    bound: float | None
+    bytes_in: int
+    bytes_out: int
+
+    @classmethod
+    def of(cls, entry: Mapping[str, Any], path: str, name: str, role: str) -> TensorReport:
+        """Return the report on a storage, given its entry in a structure and what its plan says."""
+        codec, params, bound = entry["codec"], entry.get("params", {}), entry.get("bound")
+        return cls(path, name, role, codec, params, bound, decoded_bytes(entry), sum(entry["sizes"]))
+
+
+def decoded_bytes(entry: Mapping[str, Any]) -> int:
+    """Return how many bytes a storage decodes to, given its entry in a structure."""
+    return math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize
 
 
 def cut_payload(structure: Mapping[str, Any], payload: Tensor) -> list[list[Tensor]]:
