@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_trainweights.checkpoint.codecs.base import Codec
 from hf_trainweights.checkpoint.encoded.decoder import Anchor, decode_file
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file
-from hf_trainweights.checkpoint.encoded.plan import TensorPlan
+from hf_trainweights.checkpoint.encoded.storage_tasks import TensorPlan
 from hf_trainweights.errors import TrainWeightsError
 from tests.checkpoint.codecs.cases import INSTANCES, inputs, random_bits
 from tests.trees import encoded_bytes, fingerprint, small_tree, trained, write_anchor

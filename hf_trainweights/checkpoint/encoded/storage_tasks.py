@@ -1,29 +1,30 @@
-"""The storages of a tree -> bytes, by the codec of its plan that gives the fewest, as tasks that threads share.
+"""How each tensor of a tree is to be stored, and the storages of the tree -> bytes, as tasks that threads share.
 
-Tasks come in the order in which a file holds their results. One is a storage, or a second moment with the first moment
-that refers to it, or a part of a large storage: so what threads hold at once does not follow the largest tensor where
-its codec works in chunks.
+Of the codecs in its plan, which a policy makes, a storage has the one that gives the fewest bytes. Tasks come in the
+order in which a file holds their results. One is a storage, or a second moment with the first moment that refers to it,
+or a part of a large storage: so what threads hold at once does not follow the largest tensor where its codec works in
+chunks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Json, References
 from hf_trainweights.checkpoint.codecs.coding.blocks import BlockWriter, ChunkedCodec, Chunks
+from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.codecs.log_rank1 import LogRank1
 from hf_trainweights.checkpoint.codecs.planes import Planes
 from hf_trainweights.checkpoint.codecs.raw import Raw
 from hf_trainweights.checkpoint.codecs.update_space import TileEncoder, UpdateSpace
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.decoder import Anchor
-from hf_trainweights.checkpoint.encoded.plan import Plan, TensorPlan
-from hf_trainweights.checkpoint.encoded.storages import Storage, path_text
+from hf_trainweights.checkpoint.encoded.storages import KeyPath, Storage, path_text
 from hf_trainweights.checkpoint.encoded.structure import payload_crc32
 from hf_trainweights.errors import QuantizationError, UnsupportedError
 
@@ -32,6 +33,63 @@ _RAW_ELEMENTS = (64, 4096)
 # Larger storages are encoded in parts of so many chunks, if their codec has chunks.
 _LARGE_BYTES = 16 << 20
 _CHUNKS = 4
+# A smaller mean change counts as none: its step would be too small for delta-uniform.
+_SMALLEST_RMS = 2.0**-100
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """How to encode one tensor.
+
+    Args:
+        role: What it is, for the report.
+        name: Its parameter's name, for the report.
+        candidates: Codecs to try: the smallest result wins, the earlier one in a tie. A codec drops out if a
+            reference named below is missing, if it refuses the tensor, or if it is lossy and the tensor is not
+            contiguous or shares its memory. If none is left the tensor is stored exactly.
+        anchor: Name of its reference in the anchor.
+        exp_avg_sq: Path of its second moment in the same tree.
+        steps_per_rms: Into how many steps a lossy mode divides the root mean square of a weight's first difference;
+            0 for one that no mode rounds. The steps are filled in by `with_steps`.
+        or_exact: Whether the candidates are tried beside these steps. Most bits of a half-precision weight do not
+            change between saves, and an anchor may move so little that steps take more bits than floats.
+    """
+
+    role: str
+    name: str
+    candidates: tuple[Codec, ...]
+    anchor: str | None = None
+    exp_avg_sq: KeyPath | None = None
+    steps_per_rms: int = 0
+    or_exact: bool = False
+
+    @property
+    def uses_anchor(self) -> bool:
+        """Whether the tensor may be stored as a difference to the anchor."""
+        return any("anchor" in codec.references for codec in self.candidates)
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether every element comes back as it is."""
+        return not self.steps_per_rms and all(codec.lossless for codec in self.candidates)
+
+    def with_steps(self, rms: float) -> TensorPlan:
+        """Return the plan with steps for how far a weight drifts, as measured at the first difference to an anchor.
+
+        The steps stay fixed from then on. A weight that did not move is exact.
+        """
+        if not self.steps_per_rms or rms < _SMALLEST_RMS:
+            return self
+        rounded = DeltaUniform(step=rms / self.steps_per_rms)
+        return replace(self, candidates=(*(self.candidates if self.or_exact else ()), rounded))
+
+
+Plan = Mapping[KeyPath, TensorPlan]
+
+
+def with_steps(plan: Plan, drift_rms: Mapping[str, float]) -> Plan:
+    """Return the plan of a file with steps for how far each weight drifts, by name; one without an entry is exact."""
+    return {path: each.with_steps(drift_rms.get(each.name, 0.0)) for path, each in plan.items()}
 
 
 @dataclass(frozen=True)
@@ -58,8 +116,7 @@ class LargeStorage:
     def finish(self) -> Coded:
         """Return what is left when all parts are done: the rest of the piece that they are, and all other pieces."""
         rest = self.chunks.complete(BlockWriter(), self.flags, self.sizes)
-        pieces = [(piece, payload_crc32([piece])) for piece in (rest, *self.chunks.others)]
-        return Coded(self.index, self.codec, {}, None, pieces)
+        return _coded(self.index, self.codec, EncodedTensor([rest, *self.chunks.others], {}))
 
 
 @dataclass(frozen=True)
@@ -105,7 +162,7 @@ class StorageTasks:
     def __iter__(self) -> Iterator[Task]:
         for unit in self._units():
             size_bytes = sum(self.storages[index].size_bytes for index in unit)
-            large = self._large_storage(*unit) if self._is_large(unit, size_bytes) else None
+            large = self._large_storage(unit[0], size_bytes) if len(unit) == 1 else None
             if large is None:
                 yield size_bytes, partial(self._encode, unit)
                 continue
@@ -128,17 +185,15 @@ class StorageTasks:
                 yield order[start : stop + 1]
                 start = stop = place + 1
 
-    def _is_large(self, unit: list[int], size_bytes: int) -> bool:
-        plan = self.plans[unit[0]]
-        if len(unit) > 1 or len(plan.candidates) > 1 or not all(isinstance(c, ChunkedCodec) for c in plan.candidates):
-            return False
+    def _large_storage(self, index: int, size_bytes: int) -> LargeStorage | None:
+        """Cut a storage into chunks; None if it is not large, there is a choice of codecs, or its one has no chunks."""
+        plan = self.plans[index]
         # A task that decodes an anchor as well does it in its own thread; the parts of a large storage wait for it.
-        return size_bytes > (1 if plan.anchor is None else 4) * _LARGE_BYTES
-
-    def _large_storage(self, index: int) -> LargeStorage | None:
-        """Cut a storage into chunks; None if there is a choice of codecs, or its codec knows no chunks."""
+        is_large = size_bytes > (1 if plan.anchor is None else 4) * _LARGE_BYTES
+        if not is_large or len(plan.candidates) > 1 or not all(isinstance(c, ChunkedCodec) for c in plan.candidates):
+            return None
         tensor, references = self._read(index)
-        usable, exact, references = _candidates(tensor, self.storages[index], self.plans[index], references)
+        usable, exact, references = _candidates(tensor, self.storages[index], plan, references)
         codec, *others = usable or exact
         if others or not isinstance(codec, ChunkedCodec) or tensor.dtype not in codec.dtypes:
             return None

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_trainweights.checkpoint.encoded.plan import Plan
 from hf_trainweights.checkpoint.encoded.reader import load_file, register_anchor_directory
+from hf_trainweights.checkpoint.encoded.storage_tasks import Plan
 from hf_trainweights.checkpoint.loop.module_state import load_module_state, module_state
 from hf_trainweights.checkpoint.loop.progress import rng_state, set_rng_state
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest

@@ -28,7 +28,7 @@ from torch import Tensor
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec
 from hf_trainweights.checkpoint.codecs.planes import Planes, PlanesDelta
 from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
-from hf_trainweights.checkpoint.encoded.plan import Plan, TensorPlan
+from hf_trainweights.checkpoint.encoded.storage_tasks import Plan, TensorPlan
 from hf_trainweights.checkpoint.encoded.storages import Key, KeyPath
 from hf_trainweights.checkpoint.planning.modes import (
     ANY_NAME,

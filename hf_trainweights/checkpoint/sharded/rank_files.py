@@ -17,7 +17,7 @@ from zlib_ng import zlib_ng
 from hf_trainweights.checkpoint.dcp.description import Place, StoredFile, StoredItem, name_of, stored_item
 from hf_trainweights.checkpoint.encoded.decoder import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file
-from hf_trainweights.checkpoint.encoded.plan import Plan
+from hf_trainweights.checkpoint.encoded.storage_tasks import Plan
 from hf_trainweights.checkpoint.encoded.structure import TensorReport
 from hf_trainweights.checkpoint.run.anchors import delta_rms
 from hf_trainweights.checkpoint.sharded.items import Item, Joiner, split_moments

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
-from hf_trainweights.checkpoint.encoded.plan import TensorPlan
+from hf_trainweights.checkpoint.encoded.storage_tasks import TensorPlan
 from hf_trainweights.checkpoint.encoded.storages import require_storable
 from hf_trainweights.checkpoint.planning.modes import MOMENTS, OPTIMIZER_ROLES, SIZE_FLOOR
 from hf_trainweights.checkpoint.run.anchors import expected_drift_rms, second_moments

@@ -12,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs import CODECS
-from hf_trainweights.checkpoint.encoded.plan import Plan
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_structure
+from hf_trainweights.checkpoint.encoded.storage_tasks import Plan
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.planning.roles import find_buffers, is_optimizer_state, recorded_names

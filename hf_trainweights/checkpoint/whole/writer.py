@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.decoder import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import WrittenFile, write_file
-from hf_trainweights.checkpoint.encoded.plan import Plan, with_steps
+from hf_trainweights.checkpoint.encoded.storage_tasks import Plan, with_steps
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, Base
 from hf_trainweights.checkpoint.manifest import FileEntry, Manifest, write_manifest
 from hf_trainweights.checkpoint.planning.policy import Policy

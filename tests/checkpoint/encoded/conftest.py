@@ -7,7 +7,7 @@ from trees import trained, write_anchor, write_encoded
 from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.encoded import reader
 from hf_trainweights.checkpoint.encoded.decoder import Anchor
-from hf_trainweights.checkpoint.encoded.plan import TensorPlan
+from hf_trainweights.checkpoint.encoded.storage_tasks import TensorPlan
 
 
 @pytest.fixture(autouse=True)

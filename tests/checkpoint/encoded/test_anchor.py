@@ -10,8 +10,8 @@ from trees import write_anchor, write_encoded
 from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.encoded import reader
 from hf_trainweights.checkpoint.encoded.decoder import Anchor
-from hf_trainweights.checkpoint.encoded.plan import TensorPlan
 from hf_trainweights.checkpoint.encoded.reader import find_anchor, register_anchor_directory, verify_anchor
+from hf_trainweights.checkpoint.encoded.storage_tasks import TensorPlan
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.errors import CorruptFileError, MissingAnchorError, TrainWeightsError
 

@@ -22,7 +22,7 @@ from hf_trainweights.checkpoint.encoded.base_weights import (
     require_weights,
 )
 from hf_trainweights.checkpoint.encoded.encoder import encode_file
-from hf_trainweights.checkpoint.encoded.plan import Plan, TensorPlan
+from hf_trainweights.checkpoint.encoded.storage_tasks import Plan, TensorPlan
 from hf_trainweights.checkpoint.encoded.structure import Base
 from hf_trainweights.errors import ConfigError, CorruptFileError, MissingAnchorError
 from hf_trainweights.files.reading import file_sha256

@@ -16,7 +16,7 @@ from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.encoded.decoder import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import write_file
-from hf_trainweights.checkpoint.encoded.plan import TensorPlan
+from hf_trainweights.checkpoint.encoded.storage_tasks import TensorPlan
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, padded_length
 from hf_trainweights.checkpoint.planning.policy import Policy
 

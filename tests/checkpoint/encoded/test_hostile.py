@@ -19,8 +19,8 @@ from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.encoded import reader
 from hf_trainweights.checkpoint.encoded.decoder import Anchor, decode_file
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file
-from hf_trainweights.checkpoint.encoded.plan import TensorPlan
 from hf_trainweights.checkpoint.encoded.reader import load_file, read_structure
+from hf_trainweights.checkpoint.encoded.storage_tasks import TensorPlan
 from hf_trainweights.checkpoint.encoded.structure import payload_crc32
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.errors import CorruptFileError, TrainWeightsError

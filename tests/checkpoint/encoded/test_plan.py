@@ -3,7 +3,7 @@ import torch
 
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.codecs.planes import PlanesDelta
-from hf_trainweights.checkpoint.encoded.plan import with_steps
+from hf_trainweights.checkpoint.encoded.storage_tasks import with_steps
 from hf_trainweights.checkpoint.planning.policy import Policy
 
 W = torch.zeros(64, 64)

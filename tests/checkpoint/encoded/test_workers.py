@@ -18,7 +18,7 @@ from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.codecs.raw import Raw
 from hf_trainweights.checkpoint.encoded import decoder, encoder, storage_tasks, workers
 from hf_trainweights.checkpoint.encoded.decoder import Anchor
-from hf_trainweights.checkpoint.encoded.plan import TensorPlan
+from hf_trainweights.checkpoint.encoded.storage_tasks import TensorPlan
 from hf_trainweights.checkpoint.encoded.workers import in_order, worker_count
 from hf_trainweights.checkpoint.planning.modes import MODES
 from hf_trainweights.checkpoint.planning.policy import Policy

@@ -15,7 +15,7 @@ from hf_trainweights.checkpoint import load_checkpoint, save_checkpoint
 from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.codecs.base import ALL_DTYPES
 from hf_trainweights.checkpoint.encoded.encoder import encode_file
-from hf_trainweights.checkpoint.encoded.plan import TensorPlan
+from hf_trainweights.checkpoint.encoded.storage_tasks import TensorPlan
 from hf_trainweights.errors import TrainWeightsError
 from tests.checkpoint.codecs.cases import random_bits
 from tests.fuzz.encoded_corpus import leaves
