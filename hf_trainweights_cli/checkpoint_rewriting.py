@@ -113,7 +113,7 @@ def _parse_rule(text: str) -> tuple[str, Any]:
 
 def _ask_before_rounding(policy: Policy, directories: Sequence[Path]) -> None:
     """Ask whoever sits at the terminal, if what is done cannot be undone."""
-    from hf_trainweights.checkpoint.planning.modes import LOSSY_MODES
+    from hf_trainweights.checkpoint.planning.policy import LOSSY_MODES
 
     if not (policy.mode in LOSSY_MODES or policy.rules) or not sys.stdin.isatty():
         return

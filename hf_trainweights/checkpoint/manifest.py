@@ -43,7 +43,7 @@ import torch
 
 from hf_trainweights.checkpoint.encoded.structure import Base, anchor_file_name
 from hf_trainweights.checkpoint.encoded.tree import MAX_DEPTH
-from hf_trainweights.checkpoint.planning.modes import MODES
+from hf_trainweights.checkpoint.planning.policy import MODES
 from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError
 from hf_trainweights.files.atomic import replace_file
 from hf_trainweights.files.reading import file_sha256, is_safe_name, is_sha256, read_chunks

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from hf_trainweights.checkpoint import compress_directory
 from hf_trainweights.checkpoint.manifest import read_manifest
-from hf_trainweights.checkpoint.planning.modes import MODES
+from hf_trainweights.checkpoint.planning.policy import MODES
 
 STEPS = (2, 3)
 SNAPSHOT = Path("cache", f"models--{REPOSITORY.replace('/', '--')}", "snapshots", COMMIT)

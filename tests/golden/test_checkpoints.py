@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
-from hf_trainweights.checkpoint.planning.modes import MODES
+from hf_trainweights.checkpoint.planning.policy import MODES
 from hf_trainweights_cli.main import app
 
 ZSTD_VERSION = ".".join(map(str, zstandard.ZSTD_VERSION))

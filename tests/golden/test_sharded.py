@@ -14,7 +14,7 @@ from golden.sharded_reader import load_sharded
 from golden.test_checkpoints import STEPS, optimizer, weights
 from torch.distributed.checkpoint import state_dict_saver
 
-from hf_trainweights.checkpoint.planning.modes import MODES
+from hf_trainweights.checkpoint.planning.policy import MODES
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 from hf_trainweights.distributed import TrainWeightsWriter
 

@@ -12,8 +12,7 @@ from typing import Any
 from hf_trainweights.checkpoint.dcp.contents import dcp_directories
 from hf_trainweights.checkpoint.encoded.reader import register_anchor_directory
 from hf_trainweights.checkpoint.manifest import Manifest
-from hf_trainweights.checkpoint.planning.modes import ModeName
-from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.planning.policy import ModeName, Policy
 from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, BaseChoice, SaveJob, require_count
 from hf_trainweights.checkpoint.run.verification import progress_problem
 from hf_trainweights.checkpoint.sharded.rewriting import ShardedLayout

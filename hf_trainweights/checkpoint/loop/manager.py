@@ -24,8 +24,7 @@ from hf_trainweights.checkpoint.loop.training_state import (
     load_verified,
     save_training_state,
 )
-from hf_trainweights.checkpoint.planning.modes import ModeName
-from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.planning.policy import ModeName, Policy
 from hf_trainweights.checkpoint.run.base import RunBase
 from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, checkpoint_step
 from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, require_count

@@ -27,8 +27,7 @@ from hf_trainweights.checkpoint.encoded.storage_tasks import Plan
 from hf_trainweights.checkpoint.loop.module_state import load_module_state, module_state
 from hf_trainweights.checkpoint.loop.progress import rng_state, set_rng_state
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest
-from hf_trainweights.checkpoint.planning.modes import ModeName
-from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.planning.policy import ModeName, Policy
 from hf_trainweights.checkpoint.planning.roles import optimizer_parameter_names
 from hf_trainweights.checkpoint.run.job import BaseChoice
 from hf_trainweights.checkpoint.run.verification import STATE_NAME, require_intact

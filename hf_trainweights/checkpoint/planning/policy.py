@@ -17,37 +17,56 @@ under every rule: norms and biases take little space and steer much.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec
+from hf_trainweights.checkpoint.codecs import CODECS
+from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, ROLES, Codec
+from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
+from hf_trainweights.checkpoint.codecs.grouped import Grouped
+from hf_trainweights.checkpoint.codecs.log_rank1 import LogRank1
 from hf_trainweights.checkpoint.codecs.planes import Planes, PlanesDelta
+from hf_trainweights.checkpoint.codecs.planes_rank1 import PlanesRank1
 from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
 from hf_trainweights.checkpoint.encoded.storage_tasks import Plan, TensorPlan
 from hf_trainweights.checkpoint.encoded.storages import Key, KeyPath
-from hf_trainweights.checkpoint.planning.modes import (
-    ANY_NAME,
-    MODES,
-    MOMENTS,
-    OPTIMIZER_ROLES,
-    ModeName,
-    Rule,
-    allowed_codecs,
-    lossy_mode_of,
-    parse_rule,
-    state_codecs,
-)
-from hf_trainweights.checkpoint.planning.roles import is_optimizer_state, recorded_names
-from hf_trainweights.errors import ConfigError
-from hf_trainweights.files.selectors import most_exact, name_and_modules, require_used, select
+from hf_trainweights.checkpoint.planning.roles import MOMENTS, is_optimizer_state, recorded_names
+from hf_trainweights.errors import ConfigError, did_you_mean
+from hf_trainweights.files.selectors import EXPRESSION, most_exact, name_and_modules, require_used, select
+from hf_trainweights.formats import FORMATS
 
+# Tensors with fewer elements are always exact.
+SIZE_FLOOR = 4096
+OPTIMIZER_ROLES = ("exp_avg", "exp_avg_sq", "other")
+
+# The selector of a rule for a role alone.
+_ANY_NAME = f"{EXPRESSION}.*"
 # What Adam and AdamW keep per parameter, and apex without the step; with another key it is another optimizer.
 _ADAM_STATE = MOMENTS | {"step"}
+
+
+@dataclass(frozen=True)
+class LossyMode:
+    """How much a mode may round: steps in the rms of a first difference, and codecs of Adam's moments."""
+
+    steps_per_rms: int
+    exp_avg: Codec
+    exp_avg_sq: Codec
+
+
+LOSSY_MODES = {
+    "near-lossless": LossyMode(4, UpdateSpace(step=0.25), LogRank1(step=1)),
+    "compact": LossyMode(1, UpdateSpace(step=0.5), LogRank1(step=2)),
+}
+MODES = ("lossless", *LOSSY_MODES)
+# What editors complete; the values are checked where they arrive.
+ModeName = Literal["lossless", "near-lossless", "compact"] | str
 
 
 @dataclass(frozen=True)
@@ -82,7 +101,7 @@ class Policy:
             raise ConfigError("rules", "a dict from selector to choice", found, "See the class docstring.")
         object.__setattr__(self, "rules", dict(self.rules))
         for selector, choice in self.rules.items():
-            parse_rule(selector, choice)
+            _parse_rule(selector, choice)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the policy as JSON; the order of the rules matters."""
@@ -122,15 +141,15 @@ class Policy:
         for name, tensor in tensors.items():
             role = "buffer" if name in buffers else "weight"
             choice = choose(role, str(name))
-            mode, is_half = lossy_mode_of(choice, role, tensor), tensor.dtype != torch.float32
-            steps = mode.steps_per_rms if mode else 0
+            steps, is_half = _steps_per_rms(choice, role, tensor), tensor.dtype != torch.float32
+            codecs = _codecs(choice, role, tensor)
             if name in anchor:
-                codecs = allowed_codecs(choice, tensor) if isinstance(choice, Codec) else (PlanesDelta(),)
+                codecs = codecs if isinstance(choice, Codec) else (PlanesDelta(),)
                 plan[name,] = TensorPlan(role, name, codecs, name, None, steps, or_exact=steps > 0 and is_half)
             elif steps and not is_half:
                 plan[name,] = TensorPlan(role, name, (Planes(),), steps_per_rms=steps, or_exact=True)
             else:
-                plan[name,] = TensorPlan(role, name, allowed_codecs(choice, tensor))
+                plan[name,] = TensorPlan(role, name, codecs)
         return plan
 
     def plan_tree(self, tree: Any, names: Mapping[Key, str] | None = None) -> Plan:
@@ -192,14 +211,14 @@ class Policy:
             name = names.get(index, str(index))
             for key, tensor in _tensors(values).items():
                 role = key if index in adam and key in MOMENTS else "other"
-                codecs = state_codecs(choose(role, name), role, tensor)
+                codecs = _codecs(choose(role, name), role, tensor)
                 moment = ("state", index, "exp_avg_sq") if UpdateSpace in map(type, codecs) else None
                 plan["state", index, key] = TensorPlan(role, name, codecs, exp_avg_sq=moment)
         return plan
 
     @cached_property
-    def _parsed_rules(self) -> list[Rule]:
-        return [parse_rule(selector, choice) for selector, choice in self.rules.items()]
+    def _parsed_rules(self) -> list[_Rule]:
+        return [_parse_rule(selector, choice) for selector, choice in self.rules.items()]
 
     @property
     def rules_of_exact_weights(self) -> dict[str, Any]:
@@ -217,34 +236,32 @@ class Policy:
             ConfigError: A rule names none; the error has the nearest name.
         """
         known = [each for name in names for each in name_and_modules(name)]
-        selectors = [rule.selector for rule in self._parsed_rules if rule.selector != ANY_NAME]
+        selectors = [rule.selector for rule in self._parsed_rules if rule.selector != _ANY_NAME]
         require_used("rules", select(selectors, known), known)
 
     def _chooser(self, names: Iterable[str]) -> Callable[[str, str], str | Codec]:
         """Return the function from role and name to the choice, where these are all names."""
         known = {each for name in names for each in name_and_modules(name)}
-        selected = select((rule.selector for rule in self._parsed_rules), known) | {ANY_NAME: frozenset(known)}
-        selectors: dict[str, list[str]] = {name: [] for name in known}
+        selected = select((rule.selector for rule in self._parsed_rules), known) | {_ANY_NAME: frozenset(known)}
+        selectors: dict[str, set[str]] = {name: set() for name in known}
         for selector, found in selected.items():
             for name in found:
-                selectors[name].append(selector)
-        choices: dict[tuple[str, str], str | Codec] = {}
+                selectors[name].add(selector)
+        rules: dict[str, dict[str, str | Codec]] = {role: {} for role in ROLES}
         for rule in self._parsed_rules:
             for role in rule.roles:
-                choices.setdefault((role, rule.selector), rule.choice)
-        order = {key: number for number, key in enumerate(choices)}
+                rules[role].setdefault(rule.selector, rule.choice)
 
         def choose(role: str, name: str) -> str | Codec:
-            candidates = [each for each in selectors[name] if (role, each) in choices]
-            candidates.sort(key=lambda each: order[role, each])
-            decides = most_exact({each: selected[each] for each in candidates}, (name.rpartition(".")[0], name))
-            return self.mode if decides is None else choices[role, decides]
+            candidates = {each: selected[each] for each in rules[role] if each in selectors[name]}
+            decides = most_exact(candidates, (name.rpartition(".")[0], name))
+            return self.mode if decides is None else rules[role][decides]
 
         return choose
 
     def _require_names(self, states: Mapping[Any, Any], names: Mapping[Key, str]) -> None:
         for selector, rule in zip(self.rules, self._parsed_rules, strict=True):
-            is_by_name = rule.selector != ANY_NAME and rule.roles[0] in OPTIMIZER_ROLES
+            is_by_name = rule.selector != _ANY_NAME and rule.roles[0] in OPTIMIZER_ROLES
             if is_by_name and not states.keys() <= names.keys():
                 next_step = "Make the optimizer from model.named_parameters(), or select by role alone."
                 found = "an optimizer state without names"
@@ -268,3 +285,96 @@ def _adam_parameters(states: Mapping[Any, Any], groups: list[Any]) -> set[Any]:
         if exp_avg.shape == exp_avg_sq.shape and {exp_avg.dtype, exp_avg_sq.dtype} <= LOSSY_DTYPES:
             found.add(index)
     return found
+
+
+def _steps_per_rms(choice: str | Codec, role: str, tensor: Tensor) -> int:
+    """Return the steps of a weight that a mode may round; 0 if the weight is exact or a rule names its codec."""
+    is_exact = role == "buffer" or tensor.numel() < SIZE_FLOOR or tensor.dtype not in LOSSY_DTYPES
+    if is_exact or isinstance(choice, Codec) or choice not in LOSSY_MODES:
+        return 0
+    return LOSSY_MODES[choice].steps_per_rms
+
+
+def _codecs(choice: str | Codec, role: str, tensor: Tensor) -> tuple[Codec, ...]:
+    """Return the codec to try for a tensor, but for the steps of a weight; none means exact."""
+    is_small = tensor.numel() < SIZE_FLOOR
+    if isinstance(choice, Codec):
+        return (choice,) if choice.lossless or not is_small else ()
+    if role not in MOMENTS or is_small:
+        return ()
+    if choice not in LOSSY_MODES:
+        return (PlanesRank1(),) if role == "exp_avg_sq" else ()
+    mode = LOSSY_MODES[choice]
+    return (mode.exp_avg if role == "exp_avg" else mode.exp_avg_sq,)
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """A rule of a `Policy`, checked: roles of a tensor, what selects its name, and a mode or a codec."""
+
+    roles: tuple[str, ...]
+    selector: str
+    choice: str | Codec
+
+
+def _parse_rule(selector: Any, choice: Any) -> _Rule:
+    """Check a rule of `Policy` and return what it means; ConfigError: unknown, or the codec does not suit the role."""
+    where = f"rules[{selector!r}]"
+    roles, name = _parse_selector(where, selector)
+    parsed = _parse_choice(where, choice)
+    if isinstance(parsed, Codec):
+        _require_suitable(where, roles, parsed)
+    return _Rule(roles, name, parsed)
+
+
+def _parse_selector(where: str, selector: Any) -> tuple[tuple[str, ...], str]:
+    """Return the roles and the selector of names."""
+    known = (*ROLES, "optimizer")
+    role, slash, name = selector.partition("/") if isinstance(selector, str) else ("", "", "")
+    if isinstance(selector, str) and selector.startswith(EXPRESSION):
+        role, slash, name = "weight", "/", selector
+    near = did_you_mean(role, known, "")
+    if role and not slash and role not in known and not near:
+        role, slash, name = "weight", "/", selector
+    if role not in known or (slash and not name):
+        allowed = f"{', '.join(known)}, the name of a weight, or a role/name; a name may be re:pattern"
+        next_step = f"{near} Weights of that name are weight/{role}." if near else "Choose one of these."
+        raise ConfigError(where, f"a selector: {allowed}", repr(selector), next_step)
+    if name.startswith(EXPRESSION):
+        try:
+            re.compile(name.removeprefix(EXPRESSION))
+        except re.error as error:
+            raise ConfigError(where, "a regular expression after re:", str(error), "Correct it.") from error
+    return OPTIMIZER_ROLES if role == "optimizer" else (role,), name or _ANY_NAME
+
+
+def _require_suitable(where: str, roles: tuple[str, ...], codec: Codec) -> None:
+    for role in roles:
+        if role not in codec.roles:
+            suitable = [codec_id for codec_id, each in CODECS.items() if role in each.roles]
+            next_step = "Choose one of these."
+            if role == "exp_avg_sq":
+                next_step = "Nothing linear: it rounds small values to zero, and the next update divides by them."
+            raise ConfigError(where, f"for {role} one of {', '.join((*MODES, *suitable))}", codec.codec_id, next_step)
+
+
+def _parse_choice(where: str, choice: Any) -> str | Codec:
+    if isinstance(choice, str) and choice in MODES:
+        return choice
+    options: dict[str, Any] = dict(choice) if isinstance(choice, Mapping) else {}
+    if isinstance(choice, str):
+        options = {"format": choice} if choice in FORMATS else {"codec": choice}
+    name = options.get("format", options.get("codec"))
+    if not isinstance(name, str) or name not in (FORMATS if "format" in options else CODECS):
+        allowed = ", ".join((*MODES, *CODECS, *FORMATS))
+        next_step = 'Write one of these, or one with options, e.g. {"format": "int4", "group_size": 32}.'
+        raise ConfigError(where, f"one of {allowed}", repr(choice), next_step)
+    try:
+        if "format" in options:
+            return Grouped(options)
+        del options["codec"]
+        if name == DeltaUniform.codec_id and "bound" in options:
+            return DeltaUniform.within(**options)
+        return CODECS[name](**options)
+    except TypeError as error:
+        raise ConfigError(where, f"the options of {name}", repr(choice), f"{error}.") from error

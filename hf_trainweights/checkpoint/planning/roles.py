@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_trainweights.checkpoint.encoded.storages import Key
-from hf_trainweights.checkpoint.planning.modes import MOMENTS
+
+# Tensors of an optimizer's state that a mode treats by name; Adam keeps them for each parameter.
+MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})
 
 Paths = Mapping[str, Sequence[str | int]]
 """The keys from which DCP's planner joined each name."""

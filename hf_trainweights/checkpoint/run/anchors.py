@@ -32,7 +32,7 @@ from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_structure
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, Base, anchor_file_name
 from hf_trainweights.checkpoint.encoded.workers import in_order, worker_count
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest, require_anchor
-from hf_trainweights.checkpoint.planning.modes import SIZE_FLOOR
+from hf_trainweights.checkpoint.planning.policy import SIZE_FLOOR
 from hf_trainweights.checkpoint.planning.roles import is_number, is_optimizer_state
 from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, steps_since_last_save
 from hf_trainweights.errors import CorruptFileError

@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from hf_trainweights.checkpoint.encoded.storage_tasks import TensorPlan
 from hf_trainweights.checkpoint.encoded.storages import require_storable
-from hf_trainweights.checkpoint.planning.modes import MOMENTS, OPTIMIZER_ROLES, SIZE_FLOOR
+from hf_trainweights.checkpoint.planning.policy import OPTIMIZER_ROLES, SIZE_FLOOR
+from hf_trainweights.checkpoint.planning.roles import MOMENTS
 from hf_trainweights.checkpoint.run.anchors import expected_drift_rms, second_moments
 from hf_trainweights.checkpoint.sharded.anchors import ShardedAnchor
 from hf_trainweights.errors import UnstorableError

@@ -25,8 +25,7 @@ from torch.futures import Future
 from hf_trainweights.checkpoint.dcp.description import name_of
 from hf_trainweights.checkpoint.dcp.plain_metadata import METADATA_NAME
 from hf_trainweights.checkpoint.encoded.storage_tasks import Plan, TensorPlan
-from hf_trainweights.checkpoint.planning.modes import ModeName
-from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.planning.policy import ModeName, Policy
 from hf_trainweights.checkpoint.planning.roles import Paths, StateName, models, optimizer_states
 from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, require_count
 from hf_trainweights.checkpoint.sharded.anchors import ShardedAnchor, find_sharded_anchor

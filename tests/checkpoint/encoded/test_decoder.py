@@ -12,8 +12,7 @@ from trees import fingerprint, write_encoded, written_bytes
 
 from hf_trainweights.checkpoint.encoded import reader
 from hf_trainweights.checkpoint.encoded.reader import register_anchor_directory
-from hf_trainweights.checkpoint.planning.modes import MODES
-from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.planning.policy import MODES, Policy
 from hf_trainweights.errors import CorruptFileError, MissingAnchorError
 
 

@@ -20,8 +20,7 @@ from hf_trainweights.checkpoint.encoded import decoder, encoder, storage_tasks, 
 from hf_trainweights.checkpoint.encoded.decoder import Anchor
 from hf_trainweights.checkpoint.encoded.storage_tasks import TensorPlan
 from hf_trainweights.checkpoint.encoded.workers import in_order, worker_count
-from hf_trainweights.checkpoint.planning.modes import MODES
-from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.planning.policy import MODES, Policy
 from hf_trainweights.errors import CorruptFileError
 
 

@@ -14,8 +14,7 @@ from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
 from hf_trainweights.checkpoint.encoded.decoder import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import encode_file
 from hf_trainweights.checkpoint.encoded.storage_tasks import with_steps
-from hf_trainweights.checkpoint.planning.modes import MODES, SIZE_FLOOR
-from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.planning.policy import MODES, SIZE_FLOOR, Policy
 from hf_trainweights.checkpoint.run.anchors import measure_delta_rms
 
 LOSSY_MODES = [mode for mode in MODES if mode != "lossless"]

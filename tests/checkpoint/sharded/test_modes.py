@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from hf_trainweights.checkpoint import verify_checkpoint
 from hf_trainweights.checkpoint.encoded import reader
 from hf_trainweights.checkpoint.manifest import read_manifest
-from hf_trainweights.checkpoint.planning.modes import LOSSY_MODES, MODES, SIZE_FLOOR
+from hf_trainweights.checkpoint.planning.policy import LOSSY_MODES, MODES, SIZE_FLOOR
 from hf_trainweights.distributed import TrainWeightsReader
 
 pytestmark = pytest.mark.slow

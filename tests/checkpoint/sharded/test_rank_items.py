@@ -22,8 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from hf_trainweights.checkpoint.dcp.description import name_of
 from hf_trainweights.checkpoint.loop.training_state import save_training_state
-from hf_trainweights.checkpoint.planning.modes import LOSSY_MODES
-from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.planning.policy import LOSSY_MODES, Policy
 from hf_trainweights.checkpoint.sharded.anchors import ShardedAnchor, find_sharded_anchor
 from hf_trainweights.checkpoint.sharded.commit import commit, file_names, free_number
 from hf_trainweights.checkpoint.sharded.rank_files import write_others, write_weights
