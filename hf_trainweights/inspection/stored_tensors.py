@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.dcp.contents import ShardedContents, all_weights, dcp_directories, optimizer_tensors
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, register_anchor_directory
-from hf_trainweights.checkpoint.encoded.storages import path_text
+from hf_trainweights.checkpoint.encoded.tree import path_text
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from hf_trainweights.checkpoint.run.verification import weights_problem
 from hf_trainweights.checkpoint.whole.sources import OPTIMIZER_NAME

@@ -15,7 +15,7 @@ import pytest
 import torch
 from covering import exhaustive
 
-from hf_trainweights.checkpoint.encoded.storages import corrupt
+from hf_trainweights.checkpoint.encoded.tree import corrupt
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.files.signed_json import sign_json
 from tests.fuzz.finding import load_finding

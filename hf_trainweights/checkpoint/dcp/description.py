@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from hf_trainweights.checkpoint.encoded.storages import DTYPES, corrupt
 from hf_trainweights.checkpoint.encoded.structure import TensorReport
+from hf_trainweights.checkpoint.encoded.tree import DTYPES, corrupt
 from hf_trainweights.checkpoint.manifest import FileEntry, Manifest
 from hf_trainweights.errors import CorruptFileError
 

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from hf_trainweights.checkpoint.dcp.description import Place, fill_whole
-from hf_trainweights.checkpoint.encoded.storages import DTYPES
+from hf_trainweights.checkpoint.encoded.tree import DTYPES
 from hf_trainweights.errors import CorruptFileError, UnsupportedError
 from hf_trainweights.files.reading import is_safe_name, open_regular_file
 

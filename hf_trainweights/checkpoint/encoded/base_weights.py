@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hf_trainweights.checkpoint.encoded.reader import anchor_paths, is_encoded, load_file, sha256_once
-from hf_trainweights.checkpoint.encoded.storages import DTYPES, corrupt
 from hf_trainweights.checkpoint.encoded.structure import Base, anchor_file_name, is_repository
+from hf_trainweights.checkpoint.encoded.tree import DTYPES, corrupt
 from hf_trainweights.errors import ConfigError, CorruptFileError, MissingAnchorError
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 

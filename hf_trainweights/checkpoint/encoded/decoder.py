@@ -27,7 +27,6 @@ from hf_trainweights.checkpoint.encoded.reader import (
     load_undecoded,
     verify_anchor,
 )
-from hf_trainweights.checkpoint.encoded.storages import DTYPES, build_tensors, corrupt
 from hf_trainweights.checkpoint.encoded.structure import (
     Base,
     anchor_file_name,
@@ -38,7 +37,7 @@ from hf_trainweights.checkpoint.encoded.structure import (
     payload_crc32,
     storage_name,
 )
-from hf_trainweights.checkpoint.encoded.tree import unflatten
+from hf_trainweights.checkpoint.encoded.tree import DTYPES, build_tensors, corrupt, unflatten
 from hf_trainweights.checkpoint.encoded.workers import default_device_cpu, in_order, worker_count
 from hf_trainweights.errors import CorruptFileError
 
@@ -170,14 +169,14 @@ class Anchor:
     """The weights that files are stored against, decoded one at a time; `files` are all that reading them takes.
 
     An anchor may be a difference to another one, which lies beside it. Its file stays memory-mapped as long as this
-    object lives. CorruptFileError: its digest, by default the one in its name, or its content is wrong, or it takes
-    more than `most_files`. MissingAnchorError: the anchor that it is a difference to is not beside it, nor in a
-    registered directory.
+    object lives. Its digest is compared with its name, unless `sha256` is one that `find_anchor` has compared already.
+    CorruptFileError: that or its content is wrong, or it takes more than `most_files`. MissingAnchorError: the anchor
+    that it is a difference to is not beside it, nor in a registered directory.
     """
 
     def __init__(self, path: str | Path, *, sha256: str | None = None, most_files: int = MOST_ANCHORS):
         self.path = Path(path).absolute()
-        self.sha256 = verify_anchor(self.path, sha256)
+        self.sha256 = sha256 or verify_anchor(self.path)
         loaded = load_undecoded(self.path)
         self._structure = loaded.structure
         self._pieces = cut_payload(loaded.structure, loaded.payload)

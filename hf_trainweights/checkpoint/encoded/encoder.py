@@ -25,7 +25,6 @@ from hf_trainweights.checkpoint.codecs.coding.blocks import ByteBuffer
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.decoder import Anchor, decode_file
 from hf_trainweights.checkpoint.encoded.storage_tasks import Coded, Part, Plan, StorageTasks, kept_bytes
-from hf_trainweights.checkpoint.encoded.storages import path_text
 from hf_trainweights.checkpoint.encoded.structure import (
     ALIGNMENT_BYTES,
     VERSION,
@@ -34,7 +33,7 @@ from hf_trainweights.checkpoint.encoded.structure import (
     padded_length,
     seal_structure,
 )
-from hf_trainweights.checkpoint.encoded.tree import flatten
+from hf_trainweights.checkpoint.encoded.tree import flatten, path_text
 from hf_trainweights.checkpoint.encoded.workers import default_device_cpu, in_order, worker_count
 from hf_trainweights.files.torch_zip_writer import TorchZipWriter, Writable
 

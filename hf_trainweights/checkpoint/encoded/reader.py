@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.encoded.storages import corrupt, path_text
 from hf_trainweights.checkpoint.encoded.structure import DECODE_CALL, TensorReport, anchor_file_name, storage_paths
+from hf_trainweights.checkpoint.encoded.tree import corrupt, path_text
 from hf_trainweights.errors import CorruptFileError, MissingAnchorError
 from hf_trainweights.files.memory_file import MemoryFile
 from hf_trainweights.files.reading import file_sha256, is_torch_zip, open_pickle, require_regular_file
@@ -170,13 +170,13 @@ def find_anchor(sha256: str, recorded_path: str) -> Path:
     )
 
 
-def verify_anchor(path: Path, sha256: str | None = None) -> str:
-    """Return the digest of an anchor after comparing its bytes with it (default: with its name), once per process.
+def verify_anchor(path: Path) -> str:
+    """Return the digest of an anchor after comparing its bytes with its name, once per process.
 
     CorruptFileError: it differs, or `path` is no regular file. OSError: it is missing or cannot be read.
     """
     found = sha256_once(path)
-    if (path.name != anchor_file_name(found)) if sha256 is None else (found != sha256):
+    if path.name != anchor_file_name(found):
         raise CorruptFileError(
             str(path),
             "an anchor named by its SHA-256",

@@ -24,8 +24,8 @@ from hf_trainweights.checkpoint.codecs.raw import Raw
 from hf_trainweights.checkpoint.codecs.update_space import TileEncoder, UpdateSpace
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.decoder import Anchor
-from hf_trainweights.checkpoint.encoded.storages import KeyPath, Storage, path_text
 from hf_trainweights.checkpoint.encoded.structure import payload_crc32
+from hf_trainweights.checkpoint.encoded.tree import KeyPath, Storage, path_text
 from hf_trainweights.errors import QuantizationError, UnsupportedError
 
 # With fewer elements than the first number a coder's headers outweigh its gain, with more than the second never.

@@ -12,7 +12,7 @@ and the rest, one JSON object:
      "storages": [{"codec": "planes-delta", "dtype": "float32", "shape": [2, 2], "sizes": [123, 45],
                    "crc32": 1234567890, "params": {...}, "bound": 0.001, "anchor": "layers.0.weight"}, ...]}
 
-`tree` and `tensors` are described in tree.py and storages.py. `sizes` are the lengths of a storage's
+`tree` and `tensors` are described in tree.py. `sizes` are the lengths of a storage's
 pieces of the payload, in order; `crc32` is over their bytes. `bound` is the largest error of an element in the codec's
 unit, rounding before a lossless codec included; what is exact has none. What a codec has no use for is left out:
 `params`, and which decoded tensors it refers to: `anchor`, a name in the anchor, and `exp_avg_sq`, a lower
@@ -52,8 +52,15 @@ from zlib_ng import zlib_ng
 
 from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.codecs.base import Json
-from hf_trainweights.checkpoint.encoded.storages import DTYPES, KeyPath, corrupt, path_text, require_sizes
-from hf_trainweights.checkpoint.encoded.tree import MAPPING_TYPES, MAX_DEPTH
+from hf_trainweights.checkpoint.encoded.tree import (
+    DTYPES,
+    MAPPING_TYPES,
+    MAX_DEPTH,
+    KeyPath,
+    corrupt,
+    path_text,
+    require_sizes,
+)
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.reading import is_safe_name, is_sha256
 

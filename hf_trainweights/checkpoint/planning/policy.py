@@ -35,7 +35,7 @@ from hf_trainweights.checkpoint.codecs.planes import Planes, PlanesDelta
 from hf_trainweights.checkpoint.codecs.planes_rank1 import PlanesRank1
 from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
 from hf_trainweights.checkpoint.encoded.storage_tasks import Plan, TensorPlan
-from hf_trainweights.checkpoint.encoded.storages import Key, KeyPath
+from hf_trainweights.checkpoint.encoded.tree import Key, KeyPath
 from hf_trainweights.checkpoint.planning.roles import MOMENTS, is_optimizer_state, recorded_names
 from hf_trainweights.errors import ConfigError, did_you_mean
 from hf_trainweights.files.selectors import EXPRESSION, most_exact, name_and_modules, require_used, select

@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from hf_trainweights.checkpoint.encoded.storages import Key
+from hf_trainweights.checkpoint.encoded.tree import Key
 
 # Tensors of an optimizer's state that a mode treats by name; Adam keeps them for each parameter.
 MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})

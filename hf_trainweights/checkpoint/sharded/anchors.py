@@ -12,8 +12,8 @@ from typing import Any
 
 from hf_trainweights.checkpoint.dcp.plain_metadata import METADATA_NAME
 from hf_trainweights.checkpoint.encoded.decoder import Anchor
-from hf_trainweights.checkpoint.encoded.storages import corrupt
 from hf_trainweights.checkpoint.encoded.structure import anchor_file_name
+from hf_trainweights.checkpoint.encoded.tree import corrupt
 from hf_trainweights.checkpoint.manifest import Manifest, read_manifest
 from hf_trainweights.checkpoint.run.anchors import AnchorCandidate, AnchorRecord, link_anchor
 from hf_trainweights.errors import CorruptFileError

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
 from hf_trainweights.checkpoint.encoded.storage_tasks import TensorPlan
-from hf_trainweights.checkpoint.encoded.storages import require_storable
+from hf_trainweights.checkpoint.encoded.tree import require_storable
 from hf_trainweights.checkpoint.planning.policy import OPTIMIZER_ROLES, SIZE_FLOOR
 from hf_trainweights.checkpoint.planning.roles import MOMENTS
 from hf_trainweights.checkpoint.run.anchors import expected_drift_rms, second_moments

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from trees import fingerprint
 
 from hf_trainweights.checkpoint.codecs.base import ALL_DTYPES
-from hf_trainweights.checkpoint.encoded.storages import build_tensors, find_storages
+from hf_trainweights.checkpoint.encoded.tree import build_tensors, find_storages
 from hf_trainweights.errors import CorruptFileError, UnstorableError
 
 

@@ -18,8 +18,8 @@ from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.codecs.coding import blocks
 from hf_trainweights.checkpoint.encoded.decoder import decode_file
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_report, read_structure
-from hf_trainweights.checkpoint.encoded.storages import DTYPES
 from hf_trainweights.checkpoint.encoded.structure import cut_payload, payload_crc32
+from hf_trainweights.checkpoint.encoded.tree import DTYPES
 from hf_trainweights.errors import TrainWeightsError
 from tests.fuzz.encoded_corpus import Sample, as_payload, build_samples, seal, touch
 from tests.fuzz.mutate_bytes import change_bytes, damage
