@@ -151,12 +151,6 @@ def require_anchor(where: str, record: object) -> None:
     _require_amounts(f"{where}.delta_rms", require_fields(where, record, _ANCHOR)["delta_rms"])
 
 
-def require_rounding(where: str, lost: object) -> None:
-    """Check what a manifest says files had lost before they were encoded (see `Manifest.rounded_before`)."""
-    for name, amounts in require_fields(where, lost, {}).items():
-        _require_amounts(f"{where}[{name!r}]", amounts)
-
-
 def _require_amounts(where: str, amounts: object) -> None:
     for name, amount in require_fields(where, amounts, {}).items():
         if not _AMOUNT.fits(amount):
@@ -324,8 +318,9 @@ def _parse(value: dict[str, Any]) -> Manifest:
         require_fields(where, entry, FILE)
         require_report(f"{where}.report", entry["report"])
         files[name] = FileEntry(entry["size_bytes"], entry["sha256"], entry["report"])
-    rounded_before = value.get("rounded_before", {})
-    require_rounding("rounded_before", rounded_before)
+    rounded_before = require_fields("rounded_before", value.get("rounded_before", {}), {})
+    for name, amounts in rounded_before.items():
+        _require_amounts(f"rounded_before[{name!r}]", amounts)
     sharded = require_fields("sharded", value.get("sharded", {}), {})
     base = Base.from_dict("base", value["base"]) if "base" in value else None
     fields = {name: value[name] for name in MANIFEST}

@@ -19,13 +19,12 @@ from huggingface_hub import constants
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hf_trainweights.checkpoint.codecs.base import ALL_DTYPES
 from hf_trainweights.checkpoint.encoded.reader import anchor_paths, is_encoded, load_file, sha256_once
 from hf_trainweights.checkpoint.encoded.structure import Base, anchor_file_name, is_repository
-from hf_trainweights.checkpoint.encoded.tree import DTYPES, corrupt
+from hf_trainweights.checkpoint.encoded.tree import corrupt
 from hf_trainweights.errors import ConfigError, CorruptFileError, MissingAnchorError
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
-
-_STORABLE = frozenset(DTYPES.values())
 
 _directories: dict[Path, None] = {}  # in the order of registration
 
@@ -214,7 +213,7 @@ class BaseWeights:
         if not isinstance(state, dict):
             raise corrupt(f"{path} of {self.base}", "a plain state dict", type(state).__name__)
         for name, tensor in state.items():
-            if isinstance(name, str) and type(tensor) in (Tensor, torch.nn.Parameter) and tensor.dtype in _STORABLE:
+            if isinstance(name, str) and type(tensor) in (Tensor, torch.nn.Parameter) and tensor.dtype in ALL_DTYPES:
                 self._readers[name] = lambda tensor=tensor: tensor
                 self._shapes[name] = tuple(tensor.shape)
 

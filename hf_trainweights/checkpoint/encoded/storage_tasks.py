@@ -309,10 +309,8 @@ def _encode_within(codec: Codec, tensor: Tensor, references: References, most_by
 
 
 def _plan_of(storage: Storage, plan: Plan) -> TensorPlan:
-    for path in storage.paths:
-        if path in plan:
-            return plan[path]
-    return TensorPlan("other", path_text(storage.paths[0]), ())
+    exact = TensorPlan("other", path_text(storage.paths[0]), ())
+    return next((plan[path] for path in storage.paths if path in plan), exact)
 
 
 def _coded(index: int, codec: Codec, encoded: EncodedTensor) -> Coded:

@@ -333,11 +333,9 @@ class Base:
 
 def is_repository(name: object, commit: object) -> bool:
     """Return whether these can be the name of a repository on the Hub, and a commit in it."""
-    return _matches(_REPOSITORY, name) and ".." not in str(name) and _matches(_COMMIT, commit)
-
-
-def _matches(pattern: re.Pattern[str], value: object) -> bool:
-    return type(value) is str and pattern.fullmatch(value) is not None
+    if type(name) is not str or type(commit) is not str or ".." in name:
+        return False
+    return bool(_REPOSITORY.fullmatch(name) and _COMMIT.fullmatch(commit))
 
 
 def _is_file(name: object, sha256: object) -> bool:
