@@ -35,7 +35,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from importlib import metadata as package_metadata
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +220,7 @@ class Manifest:
     sharded: Mapping[str, Any] = field(default_factory=dict)
     base: Base | None = None
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
-    package_version: str = field(default_factory=lambda: package_version())
+    package_version: str = field(default_factory=lambda: version("hf_trainweights"))
     torch_version: str = field(default_factory=lambda: str(torch.__version__))
 
     @property
@@ -238,14 +238,6 @@ class Manifest:
         if self.base is not None:
             fields["base"] = self.base.to_dict()
         return sign_json({"format": _FORMAT, "format_version": _FORMAT_VERSION, **fields})
-
-
-def package_version() -> str:
-    """Return the version of the installed hf_trainweights, "unknown" where it runs from a bare source tree."""
-    try:
-        return package_metadata.version("hf_trainweights")
-    except package_metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def require_json(value: object, where: str, levels: int = MAX_DEPTH) -> None:
