@@ -11,6 +11,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -248,26 +249,20 @@ class FilePayload(Payload):
         self.size_bytes += len(data)
 
 
-class _Call:
-    """Is pickled as a call that the reader makes."""
-
-    def __init__(self, *call: Any):
-        self._call = call
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._call[0], self._call[1:]
-
-
 class _Pickler(pickle.Pickler):
+    """Writes a partial function as a call that the reader makes, and a range as the bytes of a tensor of its length."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (obj.func, obj.args) if type(obj) is partial else NotImplemented
+
     def persistent_id(self, obj: Any) -> Any:
         return ("storage", torch.ByteStorage, "0", "cpu", len(obj)) if type(obj) is range else None
 
 
 def pickled(length: int, structure: str) -> bytes:
     """Return the pickle that torch.save writes of an `EncodedFile` with so long a payload and a structure."""
-    # What a tensor of one dimension consists of, as torch pickles it, but for its bytes, for which a range stands; an
-    # empty one of numpy's has a stride of 0.
-    parts = range(length), 0, (length,), (min(length, 1),), False, OrderedDict()
+    # What a tensor of one dimension consists of, as torch pickles it; an empty one of numpy's has a stride of 0.
+    payload: Any = partial(_rebuild_tensor_v2, range(length), 0, (length,), (min(length, 1),), False, OrderedDict())
     written = io.BytesIO()
-    _Pickler(written, protocol=2).dump(_Call(decode_file, _Call(_rebuild_tensor_v2, *parts), structure))
+    _Pickler(written, protocol=2).dump(partial(decode_file, payload, structure))
     return written.getvalue()
