@@ -3,6 +3,7 @@
 Data is forced to the disk (fsync) before the name that shows it appears; a name is durable once its directory has been
 fsynced as well.
 Source: T. S. Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014, sections 3 and 4.
+What the operating system refuses meanwhile becomes an error that says what to do: `save_errors`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -34,6 +36,32 @@ _STARTED_BYTES = 16 << 20
 _NO_LINK_ERRNOS = frozenset(
     {errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS, errno.EACCES, errno.EINVAL}
 )
+# Error numbers to what was expected, and what to do next.
+_ADVICE = {
+    (errno.ENOSPC, errno.EDQUOT, errno.EFBIG): (
+        "enough free disk space",
+        "Free some space, or choose another directory.",
+    ),
+    (errno.EEXIST, errno.ENOTDIR, errno.EISDIR): (
+        "a directory of files",
+        "Choose another name, or remove what is in the way.",
+    ),
+    (errno.EACCES, errno.EPERM, errno.EROFS): (
+        "a directory that can be written to",
+        "Check its permissions, or choose another one.",
+    ),
+    (errno.EIO,): (
+        "a disk that works",
+        "The disk reports an error: look into the system's log, and save to another one.",
+    ),
+    (errno.ENOENT,): (
+        "a directory that is there and stays there",
+        "Create it, or check its path; if it was there, another process has removed or renamed it, or a file in it.",
+    ),
+}
+# How Rust writes error numbers: "(os error 28)", or "Os { code: 28, ...".
+_OS_ERROR = re.compile(r"(?:os error|code:) (\d+)")
+_OTHERWISE = "a disk that takes the files", "Check the disk, or choose another directory."
 
 
 class _NewFile(io.RawIOBase):
@@ -241,3 +269,26 @@ def replace_by_link(source: Path, target: Path) -> None:
     aside = temporary_path(target.parent)
     link_or_copy(source, aside)
     move_file(aside, target)
+
+
+@contextlib.contextmanager
+def save_errors(path: Path, outcome: str) -> Iterator[None]:
+    """Turn what the operating system refuses while `path` is written into a `SaveError` that tells the outcome."""
+    try:
+        yield
+    except SaveError:
+        raise
+    except OSError as error:
+        raise _save_error(path, outcome, error, error.errno) from error
+    except Exception as error:
+        # safetensors reports failed writes as its own SafetensorError, with the error number in the text alone.
+        if type(error).__module__.startswith("safetensors"):
+            number = _OS_ERROR.search(str(error))
+            raise _save_error(path, outcome, error, int(number[1]) if number else None) from error
+        raise
+
+
+def _save_error(path: Path, outcome: str, error: Exception, number: int | None) -> SaveError:
+    advice = (advice for numbers, advice in _ADVICE.items() if number in numbers)
+    expected, next_step = next(advice, _OTHERWISE)
+    return SaveError(str(path), expected, str(error), f"{outcome} {next_step}")

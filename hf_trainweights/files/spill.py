@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.files import disk
-from hf_trainweights.files.save_errors import save_errors
+from hf_trainweights.files.atomic import save_errors
 from hf_trainweights.files.temporary import claim_file
 
 # What is smaller stays in memory: a mapping takes whole pages, and a process may have 65,530 of them.

@@ -11,8 +11,7 @@ from pathlib import Path
 from torch import nn
 
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.files.atomic import replace_file
-from hf_trainweights.files.save_errors import save_errors
+from hf_trainweights.files.atomic import replace_file, save_errors
 from hf_trainweights.files.staging import clean_up
 from hf_trainweights.inspection.stored_tensors import StoredTensor
 from hf_trainweights.report.models import (

@@ -5,7 +5,7 @@ import pytest
 from safetensors import SafetensorError
 
 from hf_trainweights.errors import SaveError
-from hf_trainweights.files.save_errors import save_errors
+from hf_trainweights.files.atomic import save_errors
 
 # Error number to what the reader should do about it.
 NEXT_STEPS = {

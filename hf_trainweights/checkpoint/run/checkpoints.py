@@ -15,9 +15,8 @@ import stat
 from collections.abc import Set
 from pathlib import Path
 
-from hf_trainweights.files.atomic import replace_file
+from hf_trainweights.files.atomic import replace_file, save_errors
 from hf_trainweights.files.safetensors_file import read_safetensors_header
-from hf_trainweights.files.save_errors import save_errors
 from hf_trainweights.files.weight_files import safetensors_files
 
 # No cleaner takes this name for a temporary one, and a Trainer pushes nothing that begins with an underscore.

@@ -27,9 +27,8 @@ from hf_trainweights.checkpoint.run.ranks import Ranks
 from hf_trainweights.checkpoint.run.verification import RNG_PREFIX, TRAINER_STATE_NAME, file_problem, list_files
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files import disk
-from hf_trainweights.files.atomic import create_file, remove_files, replace_file
+from hf_trainweights.files.atomic import create_file, remove_files, replace_file, save_errors
 from hf_trainweights.files.reading import DigestedFile, is_torch_file, open_regular_file
-from hf_trainweights.files.save_errors import save_errors
 from hf_trainweights.files.staging import remove_abandoned
 from hf_trainweights.files.temporary import lock_directory
 

@@ -52,7 +52,7 @@ from hf_trainweights.checkpoint.sharded.conversion import verified_manifest, wri
 from hf_trainweights.checkpoint.sharded.rank_items import RankItems
 from hf_trainweights.checkpoint.sharded.writer import TrainWeightsWriter, write_items
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
-from hf_trainweights.files.save_errors import save_errors
+from hf_trainweights.files.atomic import save_errors
 from hf_trainweights.files.staging import remove_abandoned
 from hf_trainweights.files.temporary import lock_directory
 

@@ -33,8 +33,7 @@ from hf_trainweights.checkpoint.sharded.commit import commit, file_names, free_n
 from hf_trainweights.checkpoint.sharded.rank_files import write_others, write_weights
 from hf_trainweights.checkpoint.sharded.rank_items import RankItems, RankOrders, is_weight, second_of
 from hf_trainweights.errors import SaveError, UnsupportedError
-from hf_trainweights.files.atomic import make_directories
-from hf_trainweights.files.save_errors import save_errors
+from hf_trainweights.files.atomic import make_directories, save_errors
 
 # Tells the policy that the group may be Adam's; whether a state is, it tells from the names of its tensors.
 _BETAS = (0.9, 0.999)

@@ -34,9 +34,8 @@ from hf_trainweights.checkpoint.run.base import base_candidate, drift_from_base,
 from hf_trainweights.checkpoint.run.checkpoints import steps_since_last_save
 from hf_trainweights.checkpoint.run.job import BaseChoice, SaveJob
 from hf_trainweights.errors import UnstorableError
-from hf_trainweights.files.atomic import create_directory, remove_files
+from hf_trainweights.files.atomic import create_directory, remove_files, save_errors
 from hf_trainweights.files.reading import DigestedFile
-from hf_trainweights.files.save_errors import save_errors
 from hf_trainweights.files.torch_zip_writer import Writable
 
 WEIGHTS_NAME = "pytorch_model.bin"

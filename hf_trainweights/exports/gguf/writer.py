@@ -20,8 +20,7 @@ from hf_trainweights.exports.gguf.names import Place, places, whole
 from hf_trainweights.exports.gguf.pooling import describe_pooling
 from hf_trainweights.exports.gguf.rope import rope_tensors
 from hf_trainweights.exports.gguf.tokenizer import describe_tokenizer, load_tokenizer
-from hf_trainweights.files.atomic import make_directories, replace_file
-from hf_trainweights.files.save_errors import save_errors
+from hf_trainweights.files.atomic import make_directories, replace_file, save_errors
 from hf_trainweights.files.staging import clean_up
 from hf_trainweights.models.host.checkpoints import names_not_saved
 from hf_trainweights.models.host.models import has_adapters

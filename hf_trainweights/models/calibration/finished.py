@@ -11,9 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hf_trainweights.files.atomic import make_directories, move_file
+from hf_trainweights.files.atomic import make_directories, move_file, save_errors
 from hf_trainweights.files.safetensors_file import TensorToWrite, write_safetensors
-from hf_trainweights.files.save_errors import save_errors
 from hf_trainweights.formats.base import Format
 
 # Stands between the name of a weight and that of one of its tensors, and in no name of a parameter.

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.files.atomic import create_directory, sync_tree
-from hf_trainweights.files.save_errors import save_errors
+from hf_trainweights.files.atomic import create_directory, save_errors, sync_tree
 from hf_trainweights.files.staging import clean_up
 
 _UNCHANGED = "It is as it was."
