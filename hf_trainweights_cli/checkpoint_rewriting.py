@@ -133,7 +133,7 @@ def _copies(directories: Sequence[Path]) -> Iterator[list[Path]]:
     """
     from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories
     from hf_trainweights.files.atomic import link_or_copy, remove_tree
-    from hf_trainweights.files.temporary import claim_directory
+    from hf_trainweights.files.disk import claim_directory
 
     root = directories[0].absolute().parent
     names = dict.fromkeys(each.absolute().name for each in [*directories, *checkpoint_directories(root)])

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_trainweights import TrainWeightsConfig, quantize_, verify_model
 from hf_trainweights.checkpoint import CheckpointManager, collect_garbage, latest, restore_directory, verify_checkpoint
-from hf_trainweights.files import disk, temporary
+from hf_trainweights.files import disk
 from hf_trainweights.models.loading import load_state
 
 
@@ -30,7 +30,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "posix_fallocate", "posix_fadvise"):
         monkeypatch.delattr(os, name, raising=False)
-    monkeypatch.setattr(temporary, "fcntl", None)
+    monkeypatch.setattr(disk, "fcntl", None)
     monkeypatch.setattr(os, "link", refuse)
     monkeypatch.setitem(sys.modules, "resource", None)
     monkeypatch.setattr(load_state, "sys", type("System", (), {"platform": "win32"}))
@@ -49,7 +49,7 @@ def test_a_model_is_saved_loaded_and_saved_over(options: dict[str, Any], tmp_pat
         ids = torch.arange(8).view(1, -1)
         assert torch.equal(reloaded(ids).logits, model(ids).logits)
         model = reloaded
-    assert [each.name for each in tmp_path.iterdir() if each.name.startswith(temporary.TEMPORARY_PREFIX)] == []
+    assert [each.name for each in tmp_path.iterdir() if each.name.startswith(disk.TEMPORARY_PREFIX)] == []
 
 
 @pytest.mark.slow

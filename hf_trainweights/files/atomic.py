@@ -20,8 +20,8 @@ from typing import BinaryIO
 
 from hf_trainweights.errors import SaveError
 from hf_trainweights.files import disk
+from hf_trainweights.files.disk import claim_directory, claim_file, temporary_path
 from hf_trainweights.files.reading import read_chunks
-from hf_trainweights.files.temporary import claim_directory, claim_file, temporary_path
 
 FREEING_THREAD = "trainweights-free"
 

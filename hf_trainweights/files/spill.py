@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import save_errors
-from hf_trainweights.files.temporary import claim_file
+from hf_trainweights.files.disk import claim_file
 
 # What is smaller stays in memory: a mapping takes whole pages, and a process may have 65,530 of them.
 _LEAST_BYTES = 1 << 16

@@ -14,8 +14,8 @@ from pathlib import Path
 from hf_trainweights.errors import SaveError
 from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import make_directories, remove_tree, save_errors, sync_tree
+from hf_trainweights.files.disk import TEMPORARY_PREFIX, claim_directory, lock_directory, take_over
 from hf_trainweights.files.swap import JOURNAL, NEW, swap_in, undo_interrupted
-from hf_trainweights.files.temporary import TEMPORARY_PREFIX, claim_directory, lock_directory, take_over
 
 _logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 from hf_trainweights.checkpoint.whole.rewriting import replace_weights
 from hf_trainweights.errors import CorruptFileError, SaveError
 from hf_trainweights.files import atomic, disk
-from hf_trainweights.files.temporary import claim_directory
+from hf_trainweights.files.disk import claim_directory
 
 pytestmark = pytest.mark.slow  # each replays a save at every call to the file system
 

@@ -23,7 +23,7 @@ from hf_trainweights.checkpoint.directory.layout import compress_directory
 from hf_trainweights.checkpoint.loop.training_state import build_checkpoint, save_checkpoint
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
 from hf_trainweights.errors import CorruptFileError
-from hf_trainweights.files.temporary import claim_file
+from hf_trainweights.files.disk import claim_file
 from hf_trainweights_cli.checkpoint import app
 from hf_trainweights_cli.main import app as whole_app
 

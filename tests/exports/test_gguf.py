@@ -28,7 +28,7 @@ from hf_trainweights import QuantizedTensor, TrainWeightsConfig, export_gguf, qu
 from hf_trainweights.errors import ConfigError, SaveError, UnsupportedError
 from hf_trainweights.exports.gguf.architectures import ARCHITECTURES
 from hf_trainweights.files import disk
-from hf_trainweights.files.temporary import TEMPORARY_PREFIX
+from hf_trainweights.files.disk import TEMPORARY_PREFIX
 from hf_trainweights.tensor.dispatch import FALLBACKS
 
 pytestmark = pytest.mark.slow  # together they take long

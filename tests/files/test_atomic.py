@@ -8,8 +8,8 @@ from simulated_disk import RecordingDisk
 
 from hf_trainweights.errors import CorruptFileError, SaveError
 from hf_trainweights.files import atomic, disk
+from hf_trainweights.files.disk import TEMPORARY_PREFIX
 from hf_trainweights.files.reading import DigestedFile, file_sha256
-from hf_trainweights.files.temporary import TEMPORARY_PREFIX
 
 
 class NoLinks(disk.FileSystem):

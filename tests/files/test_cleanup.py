@@ -5,8 +5,8 @@ import logging
 
 import pytest
 
+from hf_trainweights.files.disk import claim_directory, lock_directory
 from hf_trainweights.files.staging import clean_up
-from hf_trainweights.files.temporary import claim_directory, lock_directory
 
 
 def tree(path):

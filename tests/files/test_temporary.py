@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from hf_trainweights.files import temporary
-from hf_trainweights.files.temporary import (
+from hf_trainweights.files import disk
+from hf_trainweights.files.disk import (
     TEMPORARY_PREFIX,
     claim_directory,
     claim_file,
@@ -95,7 +95,7 @@ def test_a_program_that_is_started_does_not_keep_what_its_parent_claimed(tmp_pat
 
 @pytest.mark.parametrize(("kind", "moment"), [("file", "_lock"), ("directory", "_lock"), ("directory", "_open")])
 def test_a_cleaner_that_comes_before_the_lock_costs_a_new_name_and_no_more(tmp_path, monkeypatch, kind, moment):
-    original, removed = getattr(temporary, moment), []
+    original, removed = getattr(disk, moment), []
 
     def late(*arguments, **options):
         if not removed:
@@ -104,14 +104,14 @@ def test_a_cleaner_that_comes_before_the_lock_costs_a_new_name_and_no_more(tmp_p
             path.rmdir() if path.is_dir() else path.unlink()
         return original(*arguments, **options)
 
-    monkeypatch.setattr(temporary, moment, late)
+    monkeypatch.setattr(disk, moment, late)
     claimed = claim(tmp_path, kind)
     assert list(tmp_path.iterdir()) == [claimed.path] != removed
     claimed.release()
 
 
 def test_a_link_to_what_was_created_is_not_what_was_created(tmp_path, monkeypatch):
-    original, moved = temporary._lock, tmp_path / "moved"
+    original, moved = disk._lock, tmp_path / "moved"
 
     def late(*arguments, **options):
         if not moved.exists():
@@ -120,7 +120,7 @@ def test_a_link_to_what_was_created_is_not_what_was_created(tmp_path, monkeypatc
             path.symlink_to(moved)
         return original(*arguments, **options)
 
-    monkeypatch.setattr(temporary, "_lock", late)
+    monkeypatch.setattr(disk, "_lock", late)
     claimed = claim(tmp_path, "file")
     assert not claimed.path.is_symlink()
     claimed.release()
@@ -138,9 +138,9 @@ def no_locks(request, monkeypatch):
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
 
     if request.param == "no module":
-        monkeypatch.setattr(temporary, "fcntl", None)
+        monkeypatch.setattr(disk, "fcntl", None)
     else:
-        monkeypatch.setattr(temporary.fcntl, "flock", refuse)
+        monkeypatch.setattr(disk.fcntl, "flock", refuse)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -149,7 +149,7 @@ def test_where_nothing_can_be_locked_a_day_makes_it_abandoned(tmp_path, kind, mo
     claimed = claim(tmp_path, kind)
     assert not is_abandoned(claimed.path)
     day_after_tomorrow = claimed.path.stat().st_ctime + 2 * 24 * 3600
-    monkeypatch.setattr(temporary.time, "time", lambda: day_after_tomorrow)
+    monkeypatch.setattr(disk.time, "time", lambda: day_after_tomorrow)
     assert is_abandoned(claimed.path)
     claimed.release()
     assert not is_abandoned(tmp_path / f"{TEMPORARY_PREFIX}gone")
@@ -202,7 +202,7 @@ def test_what_cannot_be_moved_aside_stays(tmp_path, monkeypatch):
         raise OSError(errno.EIO, "no")
 
     (tmp_path / "a").mkdir()
-    monkeypatch.setattr(temporary.disk.file_system, "rename", refuse, raising=False)
+    monkeypatch.setattr(disk.file_system, "rename", refuse, raising=False)
     with pytest.raises(OSError, match="no"):
         move_aside(tmp_path / "a")
     assert os.listdir(tmp_path) == ["a"]

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from hf_trainweights import TrainWeightsConfig, quantize_, write_report
 from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError
-from hf_trainweights.files.temporary import claim_file
+from hf_trainweights.files.disk import claim_file
 from hf_trainweights.report import write
 from hf_trainweights.report.sources import read_weights
 from hf_trainweights.report.write import write_alone

@@ -15,7 +15,7 @@ from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_report
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
 from hf_trainweights.checkpoint.run.checkpoints import MARK_NAME, checkpoint_directories
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
-from hf_trainweights.files.temporary import TEMPORARY_PREFIX
+from hf_trainweights.files.disk import TEMPORARY_PREFIX
 
 
 class Finding(AssertionError):  # noqa: N818 (it is no mistake of the caller)

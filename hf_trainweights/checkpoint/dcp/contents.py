@@ -20,8 +20,8 @@ from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, anchor_f
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from hf_trainweights.checkpoint.planning.roles import models, optimizer_states
 from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.files.disk import is_old
 from hf_trainweights.files.reading import file_sha256, open_regular_file
-from hf_trainweights.files.temporary import is_old
 
 _MODEL_KEY = "model"
 

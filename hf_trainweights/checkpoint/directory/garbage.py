@@ -17,8 +17,8 @@ from hf_trainweights.checkpoint.run.verification import require_undamaged, verif
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import remove_tree
+from hf_trainweights.files.disk import lock_directory, move_aside
 from hf_trainweights.files.staging import remove_abandoned
-from hf_trainweights.files.temporary import lock_directory, move_aside
 
 
 def remove_checkpoint(path: Path) -> None:

@@ -28,9 +28,9 @@ from hf_trainweights.checkpoint.run.verification import RNG_PREFIX, TRAINER_STAT
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import create_file, remove_files, replace_file, save_errors
+from hf_trainweights.files.disk import lock_directory
 from hf_trainweights.files.reading import DigestedFile, is_torch_file, open_regular_file
 from hf_trainweights.files.staging import remove_abandoned
-from hf_trainweights.files.temporary import lock_directory
 
 ANCHOR_EVERY_SAVES = 8
 

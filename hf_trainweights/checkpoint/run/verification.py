@@ -27,6 +27,7 @@ from hf_trainweights.checkpoint.encoded.workers import in_order, worker_count
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest
 from hf_trainweights.errors import CorruptFileError, MissingAnchorError
 from hf_trainweights.files.atomic import SHOWN_PREFIXES
+from hf_trainweights.files.disk import TEMPORARY_PREFIX
 from hf_trainweights.files.reading import (
     TORCH_SUFFIXES,
     check_member,
@@ -36,7 +37,6 @@ from hf_trainweights.files.reading import (
     open_zip,
     require_regular_file,
 )
-from hf_trainweights.files.temporary import TEMPORARY_PREFIX
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 
 # Progress and extras of a plain loop, written by `save_checkpoint`.

@@ -49,9 +49,9 @@ from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME, Weights, save_
 from hf_trainweights.errors import UnstorableError
 from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import freeing_in_background, move_file, remove_files, replace_by_link, replace_file
+from hf_trainweights.files.disk import temporary_path
 from hf_trainweights.files.reading import is_torch_file
 from hf_trainweights.files.safetensors_file import TensorToWrite, write_safetensors
-from hf_trainweights.files.temporary import temporary_path
 from hf_trainweights.files.weight_files import ENTRY_POINTS, safetensors_files
 
 # Smaller ones are left alone: RNG states, schedulers, scalers, training_args.bin.

@@ -13,7 +13,7 @@ from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.job import rewriting
 from hf_trainweights.checkpoint.whole import rewriting as whole_rewriting
 from hf_trainweights.checkpoint.whole.writer import Weights, save_new_directory
-from hf_trainweights.files.temporary import claim_directory
+from hf_trainweights.files.disk import claim_directory
 
 
 def save(path, state=None, trees=None, **fields):

@@ -30,7 +30,7 @@ from hf_trainweights.checkpoint.run.job import SaveJob
 from hf_trainweights.checkpoint.run.ranks import Ranks
 from hf_trainweights.checkpoint.run.verification import size_bytes
 from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError, UnsupportedError
-from hf_trainweights.files import disk, temporary
+from hf_trainweights.files import disk
 
 pytestmark = pytest.mark.slow  # many start ranks
 
@@ -171,7 +171,7 @@ def test_garbage_of_killed_rewritings_goes_after_a_day_and_the_checkpoint_stays(
     anchor = run / "checkpoint-8" / "pytorch_model_fsdp_0" / f"{'0' * 64}.anchor"
     anchor.write_bytes(b"nobody needs it")
     assert collect_garbage(run) == []  # a save may still run
-    monkeypatch.setattr(temporary, "_ABANDONED_SECONDS", -1)
+    monkeypatch.setattr(disk, "_ABANDONED_SECONDS", -1)
     assert collect_garbage(run, dry_run=True) == sorted([stray, anchor])
     assert collect_garbage(run) == sorted([stray, anchor])
     assert exact(sample_state(), run / "checkpoint-7")

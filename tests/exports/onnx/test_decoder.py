@@ -27,7 +27,7 @@ from hf_trainweights.errors import ConfigError, SaveError, UnsupportedError
 from hf_trainweights.exports import export_onnx
 from hf_trainweights.exports.onnx import decoder, tasks, writer
 from hf_trainweights.files import disk
-from hf_trainweights.files.temporary import TEMPORARY_PREFIX
+from hf_trainweights.files.disk import TEMPORARY_PREFIX
 from hf_trainweights.models.loading.saved_models import load_saved
 
 # Tests share an export that takes seconds.

@@ -24,8 +24,8 @@ from hf_trainweights import TrainWeightsConfig, export_compressed_tensors, quant
 from hf_trainweights.checkpoint import collect_garbage
 from hf_trainweights.errors import SaveError
 from hf_trainweights.files import disk
+from hf_trainweights.files.disk import claim_directory
 from hf_trainweights.files.staging import clean_up
-from hf_trainweights.files.temporary import claim_directory
 
 # Each test saves and loads a model many times.
 pytestmark = pytest.mark.slow
