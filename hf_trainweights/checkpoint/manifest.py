@@ -1,6 +1,6 @@
 """`trainweights.json`: what a checkpoint directory holds, file by file, so that damage is found before it is used.
 
-The manifest is one JSON object that carries its own digest, as in files/signed_json.py:
+The manifest is one JSON object that carries its own digest, see `files.reading`:
 
     {
       "anchor": null,
@@ -46,8 +46,7 @@ from hf_trainweights.checkpoint.encoded.tree import MAX_DEPTH
 from hf_trainweights.checkpoint.planning.policy import MODES
 from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError
 from hf_trainweights.files.atomic import replace_file
-from hf_trainweights.files.reading import file_sha256, is_safe_name, is_sha256, read_chunks
-from hf_trainweights.files.signed_json import is_signed, sign_json
+from hf_trainweights.files.reading import file_sha256, is_safe_name, is_sha256, is_signed, read_chunks, sign_json
 
 MANIFEST_NAME = "trainweights.json"
 

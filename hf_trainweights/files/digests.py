@@ -1,6 +1,6 @@
 """`trainweights_files.json`: size and SHA-256 of each weight file of a saved model, and the versions that wrote them.
 
-One JSON object that carries its own digest, as in signed_json.py:
+One JSON object that carries its own digest, see `reading.sign_json`:
 
     {
       "files": {"model.safetensors": {"sha256": "...", "size_bytes": 123}},
@@ -30,8 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_trainweights.errors import ConfigError, CorruptFileError
-from hf_trainweights.files.reading import open_regular_file, require_regular_file
-from hf_trainweights.files.signed_json import sign_json
+from hf_trainweights.files.reading import open_regular_file, require_regular_file, sign_json
 from hf_trainweights.files.weight_files import may_be_loaded
 
 CONFIG_NAME = "config.json"

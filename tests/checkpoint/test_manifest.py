@@ -26,7 +26,7 @@ from hf_trainweights.checkpoint.manifest import (
 from hf_trainweights.checkpoint.run.job import rewriting
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError
-from hf_trainweights.files.signed_json import sign_json
+from hf_trainweights.files.reading import sign_json
 
 SHA256 = "0" * 64
 

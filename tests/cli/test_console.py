@@ -18,7 +18,7 @@ import hf_trainweights
 from hf_trainweights.checkpoint.directory.layout import compress_directory
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, FileEntry
 from hf_trainweights.errors import UnsupportedError
-from hf_trainweights.files.signed_json import sign_json
+from hf_trainweights.files.reading import sign_json
 from hf_trainweights_cli.console import _COMMANDS, errors_in_one_line, one_line, printable, status, working
 from hf_trainweights_cli.export import Layout
 from hf_trainweights_cli.main import app

@@ -16,7 +16,7 @@ from safetensors.torch import load, save
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_trainweights import TrainWeightsConfig, quantize_
-from hf_trainweights.files.signed_json import sign_json
+from hf_trainweights.files.reading import sign_json
 from tests.fuzz.directories import Content, Tree, put_special, read_tree
 from tests.fuzz.mutate_bytes import damage
 from tests.fuzz.mutate_json import change_json

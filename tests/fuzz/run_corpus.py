@@ -15,7 +15,7 @@ from torch import nn
 from hf_trainweights.checkpoint import CheckpointManager
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
 from hf_trainweights.checkpoint.planning.policy import MODES
-from hf_trainweights.files.signed_json import sign_json
+from hf_trainweights.files.reading import sign_json
 from tests.fuzz.directories import Content, Tree, put_special, read_tree
 from tests.fuzz.mutate_bytes import damage
 from tests.fuzz.mutate_json import change_json

@@ -17,7 +17,7 @@ from covering import exhaustive
 
 from hf_trainweights.checkpoint.encoded.tree import corrupt
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.files.signed_json import sign_json
+from hf_trainweights.files.reading import sign_json
 from tests.fuzz.finding import load_finding
 from tests.fuzz.harness import run_count, run_seconds
 from tests.fuzz.mutate_json import change_json
@@ -165,7 +165,7 @@ def test_a_finding_is_kept_with_its_input(tmp_path):
     (finding,) = tally.findings.values()
     again = load_finding(finding.save(tmp_path))
     assert again == finding
-    assert "TypeError in signed_json.py:sign_json" in str(again)
+    assert "TypeError in reading.py:sign_json" in str(again)
 
 
 def test_time_is_shared_among_targets_and_every_worker_tells_its_findings(tmp_path):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hf_trainweights.files.signed_json import sign_json
+from hf_trainweights.files.reading import sign_json
 from tests.fuzz.__main__ import main, sanitized
 from tests.fuzz.registry import TARGETS
 from tests.fuzz.target import Outcome, Target
@@ -60,7 +60,7 @@ def test_a_finding_ends_a_run_with_1_and_can_be_tried_again(run, tmp_path, capsy
     (kept,) = (tmp_path / "corpus").iterdir()
     assert f"FINDING {kept}" in capsys.readouterr().out
     assert run("--repeat", str(kept)) == 1
-    assert "TypeError in signed_json.py:sign_json" in capsys.readouterr().out
+    assert "TypeError in reading.py:sign_json" in capsys.readouterr().out
 
 
 def test_a_finding_that_was_mended_ends_with_0(run, tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from hf_trainweights.checkpoint.run.verification import BASE_PROBLEM, verify_checkpoint
 from hf_trainweights.errors import ConfigError, CorruptFileError, MissingAnchorError
-from hf_trainweights.files.signed_json import sign_json
+from hf_trainweights.files.reading import sign_json
 
 MODES = ("lossless", "near-lossless", "compact")
 COMMAND = f"hf download {REPOSITORY} --revision {COMMIT}"

@@ -42,7 +42,7 @@ from hf_trainweights.errors import (
     UnstorableError,
     UnsupportedError,
 )
-from hf_trainweights.files.signed_json import sign_json
+from hf_trainweights.files.reading import sign_json
 
 pytestmark = pytest.mark.slow
 

@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from hf_trainweights.files.signed_json import is_signed, sign_json
+from hf_trainweights.files.reading import is_signed, sign_json
 
 
 def test_the_digest_is_that_of_the_text_without_it():
