@@ -1,20 +1,26 @@
-"""Tensors as words, and words as planes of bytes of equal significance.
+"""Tensors as words, words as planes of bytes of equal significance, and blocks of bytes through zstd's Huffman coder.
 
 Of a floating point word the bits are rotated left by one, so that the exponent fills the top byte and the sign goes to
 the lowest bit: mantissas are noise, but exponents repeat.
+
+The bytes of tensors hold next to no repeats but runs of zeros, so zstd is told not to look for others. That is within
+1 % of the order-0 entropy above 3 bits a byte; zstd's own levels are slower and no smaller.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+import zstandard
 from torch import Tensor
 
+from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.native_library import load_library
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -29,6 +35,21 @@ _FOR_WORDS = {
     "add_sums": "-aaall",
 }
 _FUNCTIONS = {f"{name}_{size}": types for name, types in _FOR_WORDS.items() for size in (2, 4)} | {"split_8": "-alial"}
+
+_HUFFMAN_ONLY = zstandard.ZstdCompressionParameters(
+    strategy=zstandard.STRATEGY_FAST,
+    min_match=7,
+    hash_log=6,
+    chain_log=6,
+    window_log=17,
+    search_log=1,
+    target_length=0,
+    write_content_size=True,
+)
+# Fewer bytes than a frame takes are not worth a try.
+_SMALLEST_FRAME = 12
+# A frame needs no window of its own when it is decoded at once; this stops one that claims a huge window.
+_MAX_WINDOW_BYTES = 1 << 22
 
 
 @functools.cache
@@ -95,3 +116,36 @@ def join_planes(planes: Sequence[np.ndarray], words: np.ndarray, folded: torch.d
 
 def _is_rotated(words: np.ndarray, dtype: torch.dtype) -> bool:
     return words.itemsize > 1 and (dtype.is_floating_point or dtype.is_complex)
+
+
+class _Coders(threading.local):
+    """zstd's contexts: making them takes as long as coding a small tensor, and no two threads may share one."""
+
+    def __init__(self) -> None:
+        self.compressor = zstandard.ZstdCompressor(compression_params=_HUFFMAN_ONLY)
+        self.decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
+
+
+_coders = _Coders()
+
+
+def encode_block(block: np.ndarray) -> np.ndarray:
+    """Return a block, 1-D contiguous uint8, as one standard zstd frame where that is shorter, else the block itself."""
+    if len(block) < _SMALLEST_FRAME:
+        return block
+    coded = _coders.compressor.compress(memoryview(block))  # pyright: ignore[reportArgumentType] (see `decode_block`)
+    return np.frombuffer(coded, np.uint8) if len(coded) < len(block) else block
+
+
+def decode_block(stored: np.ndarray, size: int, corrupt: Callable[[str, str], CorruptFileError]) -> np.ndarray:
+    """Undo `encode_block`: return uint8 `[size]`, not to be written to; no frame can make it allocate more."""
+    if len(stored) == size:
+        return stored
+    frame = memoryview(stored)  # pyright: ignore[reportArgumentType] (numpy 2 has no __buffer__ in 3.11)
+    expected = f"a frame of {size} bytes"
+    try:
+        if len(frame) <= size == zstandard.frame_content_size(frame):
+            return np.frombuffer(_coders.decompressor.decompress(frame, allow_extra_data=False), np.uint8)
+    except zstandard.ZstdError as error:
+        raise corrupt(expected, str(error)) from error
+    raise corrupt(expected, f"{len(frame)} bytes of another")

@@ -7,7 +7,7 @@
 | 8 to 11 | length of the JSON |
 | then | JSON: `[[name, dtype, shape], ...]`, no spaces |
 | table | for each block two numbers: its stored size and the CRC-32 of its stored bytes |
-| blocks | back to back, each coded by `huffman` |
+| blocks | back to back, each coded by `byte_planes.encode_block` |
 
 Numbers are little-endian uint32. A tensor is a run of matrices, `shape[:-2]` of them, each cut into chunks of 2**18
 words. The words of a floating tensor are its elements; those of any other are bytes. A chunk is one block for each byte
@@ -31,8 +31,7 @@ from torch import Tensor
 from zlib_ng import zlib_ng
 
 from hf_trainweights.errors import CorruptFileError
-from hf_trainweights.files.byte_planes import join_planes, split_planes, words_of
-from hf_trainweights.files.huffman import decode_block, encode_block
+from hf_trainweights.files.byte_planes import decode_block, encode_block, join_planes, split_planes, words_of
 
 _MAGIC = b"TWC1"
 _PREFIX = struct.Struct("<4sII")

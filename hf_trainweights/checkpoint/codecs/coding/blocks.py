@@ -8,7 +8,7 @@ allocate more. A payload is
 | blocks | back to back; each either as it is or, when that is smaller, as one standard zstd frame |
 | table | one uint32 per block: its stored size; equal to the block's own size means stored as it is |
 
-`hf_trainweights.files.huffman` codes each block.
+`hf_trainweights.files.byte_planes` codes each block.
 
 A `ChunkedCodec` encodes a tensor chunk by chunk, so that a large one takes little memory, and several threads. Its
 first payload has the blocks of the chunks one after the other, and where chunks have flags a last block of these, a
@@ -34,7 +34,7 @@ from numpy.typing import DTypeLike
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor, References
-from hf_trainweights.files.huffman import decode_block, encode_block
+from hf_trainweights.files.byte_planes import decode_block, encode_block
 
 Tile = tuple[slice, slice]
 """Rows and columns of a matrix that are contiguous in memory."""
