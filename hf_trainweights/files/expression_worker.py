@@ -1,4 +1,4 @@
-"""The process that expressions.py starts: it matches names, and nothing it does can hurt the one that started it.
+"""The process that selectors.py starts: it matches names, and nothing it does can hurt the one that started it.
 
 It runs this file alone, by the standard library, because it is started for every load that needs it.
 """

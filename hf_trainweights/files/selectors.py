@@ -4,21 +4,40 @@
 selector selects the module or parameter of that full name; or, if nothing has that name, everything whose name contains
 it as a run of whole parts: `mlp.down_proj` selects `layers.0.mlp.down_proj.weight`. A module is selected with all that
 it holds.
+
+Expressions may come out of a file, such as the config.json of somebody else's model. A short one can keep `re` busy
+without end, and `regex`, which has a timeout, takes gigabytes to compile another. So they are matched by `re` in a
+process of their own, which is ended when it takes too long, and may take little memory. Names and the commonest
+expressions, `.*name` and `name.*`, cannot do harm and need no process.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+import subprocess
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from hf_trainweights.errors import ConfigError, did_you_mean
-from hf_trainweights.files.expressions import matching
+from hf_trainweights.errors import ConfigError, UnsupportedError, did_you_mean
+from hf_trainweights.files.expression_worker import MAX_BYTES
 
 EXPRESSION = "re:"
 
 # Names that are compared with a misspelt one; more would take seconds.
 _MAX_COMPARED = 20_000
+
+_MAX_SECONDS = 10.0
+_WORKER = Path(__file__).with_name("expression_worker.py")
+
+# Matched in time linear in a name. Beyond this many answers even they go to the process.
+_HARMLESS = re.compile(r"(?:\.\*)?(?:[\w-]|\\?\.)*(?:\.\*)?")
+_MAX_ANSWERS = 1_000_000
+_MAX_SHOWN = 200
 
 
 def select(selectors: Iterable[str], names: Iterable[str]) -> dict[str, frozenset[str]]:
@@ -66,11 +85,6 @@ def _select_plain(selectors: set[str], names: frozenset[str]) -> dict[str, froze
     return {each: frozenset(within[each] or inside[each] if each else names) for each in selectors}
 
 
-def _is_within(selector: str, name: str) -> bool:
-    """Return whether the selector is the full name, or that of a module around it; the outermost has the name ""."""
-    return not selector or name == selector or name.startswith(f"{selector}.")
-
-
 def most_exact(selected: Mapping[str, Collection[str]], names: Iterable[str]) -> str | None:
     """Return the selector that decides for a parameter; `names` are its own and its module's, under each of its ties.
 
@@ -90,7 +104,7 @@ def most_exact(selected: Mapping[str, Collection[str]], names: Iterable[str]) ->
 def _rank(selector: str, names: frozenset[str]) -> tuple[int, bool, int]:
     if selector.startswith(EXPRESSION):
         return 2, False, 0
-    kind = 0 if any(_is_within(selector, name) for name in names) else 1
+    kind = 0 if not selector or any(selector in name_and_modules(name) for name in names) else 1
     own = (name for name in names if name.rpartition(".")[0] in names)
     is_module = not any(f".{name}".endswith(f".{selector}") for name in own)
     return kind, is_module, -len(selector.split(".")) if selector else 0
@@ -124,3 +138,52 @@ def _correction(selector: str, names: list[str]) -> str:
 def _runs(parts: list[str], count: int) -> list[str]:
     """Return the runs of `count` parts of a name."""
     return [".".join(parts[start : start + count]) for start in range(len(parts) - count + 1)]
+
+
+def matching(expressions: Iterable[str], names: Iterable[str], ending: str = "") -> dict[str, frozenset[str]]:
+    r"""Return which names each regular expression, with `ending` behind it, matches as a whole.
+
+    ConfigError: one is not valid, even if there are no names, or all together take longer than 10 seconds or 512 MiB.
+
+    Examples:
+        >>> matching([r"layers\.[0-3]\..*"], ["layers.2.mlp", "layers.7.mlp"])
+        {'layers\\.[0-3]\\..*': frozenset({'layers.2.mlp'})}
+    """
+    distinct = tuple(dict.fromkeys(expressions))
+    return dict(zip(distinct, _match(distinct, tuple(dict.fromkeys(names)), ending), strict=True))
+
+
+# A load asks the same several times.
+@functools.lru_cache(maxsize=16)
+def _match(expressions: tuple[str, ...], names: tuple[str, ...], ending: str) -> tuple[frozenset[str], ...]:
+    whole = [f"(?:{expression}){ending}" if ending else expression for expression in expressions]
+    harmless = all(map(_HARMLESS.fullmatch, expressions)) and len(expressions) * len(names) <= _MAX_ANSWERS
+    if harmless:
+        return tuple(frozenset(filter(re.compile(each).fullmatch, names)) for each in whole)
+    matched: list[frozenset[str]] = []
+    for expression, answer in itertools.zip_longest(expressions, _ask(whole, names)):
+        shown = repr(expression if len(expression) < _MAX_SHOWN else f"{expression[:_MAX_SHOWN]}...")
+        if answer is None:
+            expected = f"a regular expression that {len(names)} names are matched with in {_MAX_SECONDS:.0f} seconds"
+            next_step = "Write it without repetitions inside of repetitions, or write the names out."
+            raise ConfigError("expression", f"{expected} and {MAX_BYTES >> 20} MiB", shown, next_step)
+        if "invalid" in answer:
+            found = f"{shown} ({answer['invalid']})"
+            raise ConfigError("expression", "a regular expression", found, "Escape what is meant literally.")
+        matched.append(frozenset(names[index] for index in answer["matched"]))
+    return tuple(matched)
+
+
+def _ask(expressions: Sequence[str], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the worker's answers in order; that for an expression that takes too much is the first one missing."""
+    request = json.dumps({"expressions": expressions, "names": names}).encode()
+    try:
+        # Isolated and without site packages: it starts within 20 ms, and no file beside it is imported.
+        command = [sys.executable, "-I", "-S", str(_WORKER)]
+        done = subprocess.run(command, input=request, capture_output=True, timeout=_MAX_SECONDS, check=False).stdout
+    except subprocess.TimeoutExpired as late:
+        done = late.stdout or b""
+    except OSError as error:
+        next_step = "Write full names instead of regular expressions."
+        raise UnsupportedError("expression", "a process to match it in", str(error), next_step) from error
+    return [json.loads(line) for line in done.splitlines(keepends=True) if line.endswith(b"\n")]

@@ -14,8 +14,8 @@ import pytest
 from covering import by_default
 
 from hf_trainweights.errors import ConfigError, UnsupportedError
-from hf_trainweights.files import expression_worker, expressions
-from hf_trainweights.files.expressions import matching
+from hf_trainweights.files import expression_worker, selectors
+from hf_trainweights.files.selectors import matching
 
 NAMES = [
     *(
@@ -65,7 +65,7 @@ def test_several_expressions_are_answered_each_for_itself() -> None:
 def test_a_hostile_expression_ends_in_time_by_an_error_that_names_it(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expressions, "_MAX_SECONDS", 1.0)
+    monkeypatch.setattr(selectors, "_MAX_SECONDS", 1.0)
     began = time.monotonic()
     with pytest.raises(ConfigError, match="that 8 names are matched with in 1 seconds and 512 MiB") as raised:
         matching(["(?:a)", HOSTILE[name], "b.*"], NAMES)
@@ -75,7 +75,7 @@ def test_a_hostile_expression_ends_in_time_by_an_error_that_names_it(
 
 @pytest.mark.slow
 def test_all_expressions_together_have_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expressions, "_MAX_SECONDS", 1.0)
+    monkeypatch.setattr(selectors, "_MAX_SECONDS", 1.0)
     slow = [f".*.*.*.*.*[!{number}]" for number in range(5000)]
     assert matching(slow[:1], NAMES)
     with pytest.raises(ConfigError, match="names are matched with in 1 seconds"):
@@ -84,7 +84,7 @@ def test_all_expressions_together_have_one_limit(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_more_names_than_can_be_tried_by_all_expressions_do_not_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expressions, "_MAX_SECONDS", 1.0)
+    monkeypatch.setattr(selectors, "_MAX_SECONDS", 1.0)
     with pytest.raises(ConfigError, match="seconds and 512 MiB"):
         matching([f".*a{number}" for number in range(100_000)], [f"name.{number}" for number in range(1000)])
 

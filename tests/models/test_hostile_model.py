@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_trainweights import TrainWeightsConfig, quantize_
 from hf_trainweights.errors import ConfigError, CorruptFileError
-from hf_trainweights.files import expressions
+from hf_trainweights.files import selectors
 
 LLAMA = ARCHITECTURES["llama"]
 NEVER_ENDS = r"(([a-z_.0-9]+)+)+[!?]"
@@ -46,7 +46,7 @@ def edit(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
 def test_an_expression_that_never_ends_is_an_error_that_names_it(
     change: dict[str, Any], saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expressions, "_MAX_SECONDS", 1.0)
+    monkeypatch.setattr(selectors, "_MAX_SECONDS", 1.0)
     edit(saved / "config.json", lambda config: config["quantization_config"].update(change))
     began = time.monotonic()
     with pytest.raises(ConfigError, match=r"expression: expected .* in 1 seconds and 512 MiB, found '\(\(\[a-z_"):

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.files.expressions import matching
-from hf_trainweights.files.selectors import EXPRESSION, select
+from hf_trainweights.files.selectors import EXPRESSION, matching, select
 from hf_trainweights.formats import FORMATS, get_format
 from hf_trainweights.formats.base import Format
 
