@@ -23,9 +23,8 @@ from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.exports.sources import as_int8, model_of
-from hf_trainweights.files.safetensors_file import TensorToWrite
+from hf_trainweights.files.safetensors_file import MAX_SHARD_SIZE, TensorToWrite, write_shards
 from hf_trainweights.files.staging import staged_files
-from hf_trainweights.files.weight_shards import MAX_SHARD_SIZE, write_shards
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.host.checkpoints import checkpoint_tensors, names_not_saved
 from hf_trainweights.models.host.models import has_adapters

@@ -1,21 +1,29 @@
-"""Safetensors files: their header, and files that are written once, tensor by tensor, with int8 codes aligned."""
+"""Safetensors files: their header, and files that are written once, tensor by tensor, with int8 codes aligned.
+
+Weights go into one of them, or into shards of limited size and an index.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save
 from torch import Tensor
 
-from hf_trainweights.errors import CorruptFileError, SaveError
-from hf_trainweights.files.reading import DigestedFile, open_regular_file
+from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError
+from hf_trainweights.files.reading import DigestedFile, file_sha256, open_regular_file
+from hf_trainweights.files.weight_files import entry_point_rank, is_shard
+
+MAX_SHARD_SIZE = "5GB"
 
 # The header of a safetensors file may not be larger; the format's own limit.
 _MAX_HEADER_BYTES = 100_000_000
@@ -24,6 +32,10 @@ _MAX_HEADER_BYTES = 100_000_000
 _INT8_ALIGNMENT, _HEADER_ALIGNMENT = 16, 8
 # Bytes that are digested and written at a time.
 _PIECE_BYTES = 1 << 18
+
+# Of the SHA-256 in a name; where another file has the same by chance, only the step between two models is lost.
+_DIGEST_DIGITS = 8
+_NUMBER = re.compile(r"(?:-[0-9a-f]{8})?(-\d{5}-of-\d{5}\.)")
 
 _AGAIN = "Download it again, or save it again from the source."
 
@@ -35,21 +47,16 @@ def read_safetensors_header(file: Path) -> dict[str, dict[str, Any]]:
         prefix = stream.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
-            raise CorruptFileError(
-                str(file),
-                "a safetensors header of 2 bytes or more inside the file",
-                f"{length} of {size} bytes",
-                _AGAIN,
-            )
+            expected = "a safetensors header of 2 bytes or more inside the file"
+            raise CorruptFileError(str(file), expected, f"{length} of {size} bytes", _AGAIN)
         try:
             header = json.loads(stream.read(length))
             header.pop("__metadata__", None)
             # The format allows no holes, so the sizes add up to the length of the file.
             data_bytes = sum(end - start for entry in header.values() for start, end in [entry["data_offsets"]])
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise CorruptFileError(
-                str(file), "a safetensors header", f"bytes that are none ({error})", _AGAIN
-            ) from error
+            found = f"bytes that are none ({error})"
+            raise CorruptFileError(str(file), "a safetensors header", found, _AGAIN) from error
     if 8 + length + data_bytes != size:
         raise CorruptFileError(str(file), f"{8 + length + data_bytes} bytes, as its header says", f"{size}", _AGAIN)
     return header
@@ -135,3 +142,49 @@ def _bytes_of(name: str, tensor: TensorToWrite) -> memoryview:
         found = f"{made.dtype} of shape {tuple(made.shape)}"
         raise SaveError(name, expected, found, "Say shape and dtype of the tensor that is made.")
     return made.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def write_shards(
+    tensors: Mapping[str, TensorToWrite], directory: Path, max_shard_size: int | str = MAX_SHARD_SIZE
+) -> None:
+    """Write safetensors files of at most `max_shard_size`, bytes or e.g. `"5GB"`, and their index if several."""
+    try:
+        split = split_state_dict_into_shards_factory(
+            dict(tensors),
+            get_storage_size=lambda tensor: tensor.nbytes,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=max_shard_size,
+        )
+    except (ValueError, TypeError, OverflowError) as error:
+        expected, found = 'bytes, or a text such as "5GB"', repr(max_shard_size)
+        next_step = "Pass a number of bytes, or a text of a number and KB, MB, GB or TB."
+        raise ConfigError("max_shard_size", expected, found, next_step) from error
+    digests = {
+        file: write_safetensors(directory / file, {name: tensors[name] for name in names}, {"format": "pt"})
+        for file, names in split.filename_to_tensors.items()
+    }
+    if split.is_sharded:  # `name_shards` lays the index out
+        text = json.dumps({"metadata": split.metadata, "weight_map": split.tensor_to_filename})
+        (directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+        name_shards(directory, digests)
+
+
+def name_shards(directory: Path, digests: Mapping[str, str]) -> dict[str, str]:
+    """Put the beginning of each shard's SHA-256 into its name, also in indices; return all digests by the new names.
+
+    So the shards of a save never take the place of those of another one, and the index is all that is replaced. Equal
+    shards have equal names.
+    """
+    named = dict(digests)
+    for path in sorted(path for path in directory.glob("*.index*.json") if entry_point_rank(path.name) is not None):
+        index = json.loads(path.read_text(encoding="utf-8"))
+        names: dict[str, str] = {}
+        for name in sorted(set(filter(is_shard, index["weight_map"].values()))):
+            sha256 = named.pop(name, None) or file_sha256(directory / name)
+            # `model-0a1b2c3d-00001-of-00002.safetensors` for `model-00001-of-00002.safetensors`.
+            names[name] = own = _NUMBER.sub(f"-{sha256[:_DIGEST_DIGITS]}\\1", name)
+            (directory / name).rename(directory / own)
+            named[own] = sha256
+        index["weight_map"] = {tensor: names.get(name, name) for tensor, name in index["weight_map"].items()}
+        path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return named

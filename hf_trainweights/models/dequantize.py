@@ -11,9 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.files.safetensors_file import TensorToWrite
+from hf_trainweights.files.safetensors_file import TensorToWrite, write_shards
 from hf_trainweights.files.spill import Spill
-from hf_trainweights.files.weight_shards import write_shards
 from hf_trainweights.models.host.checkpoints import checkpoint_tensors, names_not_saved
 from hf_trainweights.models.loading.saved_models import load_quantized
 from hf_trainweights.models.saving.checkpoint_rows import matrices_in_checkpoint

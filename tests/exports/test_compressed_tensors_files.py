@@ -206,7 +206,7 @@ def test_a_failure_leaves_what_was_there(
 
     model.save_pretrained(tmp_path / "out")
     before = files_in(tmp_path / "out")
-    monkeypatch.setattr("hf_trainweights.files.weight_shards.write_safetensors", fail)
+    monkeypatch.setattr("hf_trainweights.files.safetensors_file.write_safetensors", fail)
     with pytest.raises(SaveError, match="expected enough free disk space"):
         export_compressed_tensors(model, tmp_path / "out")
     assert files_in(tmp_path / "out") == before

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from hf_trainweights import TrainWeightsConfig, quantize_
 from hf_trainweights.files.reading import file_sha256
+from hf_trainweights.files.safetensors_file import name_shards
 from hf_trainweights.files.weight_files import is_shard, is_weight_file
-from hf_trainweights.files.weight_shards import name_shards
 
 LLAMA = ARCHITECTURES["llama"]
 

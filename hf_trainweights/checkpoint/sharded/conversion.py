@@ -35,8 +35,7 @@ from hf_trainweights.checkpoint.sharded.commit import file_names, free_number
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.atomic import create_file, remove_files, replace_file
 from hf_trainweights.files.reading import open_regular_file
-from hf_trainweights.files.safetensors_file import TensorToWrite, write_safetensors
-from hf_trainweights.files.weight_shards import write_shards
+from hf_trainweights.files.safetensors_file import TensorToWrite, write_safetensors, write_shards
 from hf_trainweights.models.saving.companions import copy_companions
 from hf_trainweights.models.saving.new_directories import new_directory, require_vacant_directory
 

@@ -23,10 +23,10 @@ from transformers import PreTrainedModel
 
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.files.digests import digests_name, write_digests
+from hf_trainweights.files.safetensors_file import name_shards
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.files.staging import staged_files
 from hf_trainweights.files.weight_files import is_weight_file
-from hf_trainweights.files.weight_shards import name_shards
 from hf_trainweights.models.choosing.summary import Calibrated
 from hf_trainweights.models.host.checkpoints import writing_files_by
 from hf_trainweights.models.host.models import shallow_copy
