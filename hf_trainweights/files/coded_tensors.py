@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
@@ -40,15 +40,14 @@ _CHUNK_WORDS = 1 << 18
 # What one thread does as fast as several.
 _SMALL_BYTES = 1 << 20
 _MOST_DIMENSIONS, _MOST_ELEMENTS = 64, 1 << 56
-_DTYPES = {
-    **{
-        str(each).removeprefix("torch."): each for each in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-    },
-    **{str(each).removeprefix("torch."): each for each in (torch.float8_e4m3fn, torch.float8_e5m2)},
-    **{str(each).removeprefix("torch."): each for each in (torch.uint8, torch.int8, torch.int16, torch.int32)},
-}
-CODED_DTYPES = frozenset(_DTYPES.values())
+
+CODED_DTYPES = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
+    | {torch.uint8, torch.int8, torch.int16, torch.int32}
+)
 """The dtypes of tensors that can be coded."""
+
+_DTYPES = {str(each).removeprefix("torch."): each for each in CODED_DTYPES}
 
 _Piece = TypeVar("_Piece")
 _Result = TypeVar("_Result")
@@ -169,8 +168,7 @@ class CodedTensors:
             for place, number in enumerate(numbers)
             for chunk in range(spec.chunks)
         ]
-        for _ in _map(self._decode_chunk, pieces, words.nbytes):
-            pass
+        _map(self._decode_chunk, pieces, words.nbytes)
         return out
 
     def _decode_chunk(self, piece: tuple[np.ndarray, int, int, _Spec]) -> None:
@@ -179,8 +177,8 @@ class CodedTensors:
         planes = [self._block(first + plane, len(words)) for plane in range(spec.planes)]
         if spec.planes == 1:
             words[:] = planes[0]
-            return
-        join_planes(planes, words, spec.dtype)
+        else:
+            join_planes(planes, words, spec.dtype)
 
     def _block(self, index: int, size: int) -> np.ndarray:
         start = self._edges[index]
@@ -218,12 +216,10 @@ def _words(tensor: Tensor) -> np.ndarray:
     return words_of(plain) if tensor.dtype.is_floating_point else plain.reshape(-1).view(torch.uint8).numpy()
 
 
-def _map(
-    function: Callable[[_Piece], _Result], pieces: Sequence[_Piece], size_bytes: int
-) -> Iterator[_Result] | Iterable[_Result]:
+def _map(function: Callable[[_Piece], _Result], pieces: Sequence[_Piece], size_bytes: int) -> list[_Result]:
     """Return the results in order; of much to do by as many threads as PyTorch has, since zstd lets go of the GIL."""
     threads = min(torch.get_num_threads(), len(pieces))
     if threads < 2 or size_bytes <= _SMALL_BYTES:
-        return map(function, pieces)
+        return [function(piece) for piece in pieces]
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(function, pieces))

@@ -88,13 +88,12 @@ def write_digests(
 ) -> None:
     """Write the digests of some files beside them, reading those not in `known`; equal files give equal bytes."""
     known = known or {}
-    content: dict[str, Any] = {"files": {name: _entry(directory / name, known.get(name)) for name in names}}
-    content["versions"] = package_versions()
-    config_sha256 = _quantization_sha256(directory)
-    if config_sha256 is not None:
-        content[_CONFIG_KEY] = config_sha256
-    if calibration is not None:
-        content[_CALIBRATION_KEY] = calibration
+    content: dict[str, Any] = {
+        "files": {name: _entry(directory / name, known.get(name)) for name in names},
+        "versions": package_versions(),
+        _CONFIG_KEY: _quantization_sha256(directory),
+        _CALIBRATION_KEY: calibration,
+    }
     (directory / digests_name(variant)).write_bytes(_signed(content))
 
 
@@ -203,8 +202,7 @@ def digest_files(directory: Path) -> list[Path]:
 
 
 def _entry(file: Path, known_sha256: str | None = None) -> dict[str, Any]:
-    require_regular_file(file)
-    with file.open("rb") as stream:
+    with open_regular_file(file) as stream:
         sha256 = known_sha256 or hashlib.file_digest(stream, "sha256").hexdigest()
         return {"sha256": sha256, "size_bytes": file.stat().st_size}
 
@@ -261,7 +259,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _signed(content: Mapping[str, Any]) -> bytes:
     fields = {key: content[key] for key in ("files", "versions")}
-    fields |= {key: content[key] for key in (_CONFIG_KEY, _CALIBRATION_KEY) if key in content}
+    fields |= {key: content[key] for key in (_CONFIG_KEY, _CALIBRATION_KEY) if content.get(key) is not None}
     return sign_json({**fields, "format": _FORMAT, "format_version": _FORMAT_VERSION})
 
 

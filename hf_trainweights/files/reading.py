@@ -20,6 +20,7 @@ import re
 import stat
 import zipfile
 from collections.abc import Iterator, Mapping
+from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any, BinaryIO, TypeGuard
 
@@ -40,7 +41,7 @@ _KINDS = {
 }
 
 
-def open_regular_file(path: str | Path, *, follow_links: bool = True) -> BinaryIO:
+def open_regular_file(path: str | Path, *, follow_links: bool = True) -> BufferedReader:
     """Open a regular file for reading; CorruptFileError: it is something else, or a link that is not to be followed."""
     require_regular_file(path, follow_links=follow_links)
     flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
