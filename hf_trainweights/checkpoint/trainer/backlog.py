@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from hf_trainweights.checkpoint.directory.discovery import find_checkpoints
 from hf_trainweights.checkpoint.directory.layout import layout_of
-from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest, total_rounding
+from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, total_rounding
 from hf_trainweights.checkpoint.run.job import SaveJob
 from hf_trainweights.checkpoint.run.verification import progress_problem, size_bytes, verify_checkpoint
 from hf_trainweights.errors import ConfigError, CorruptFileError
@@ -25,65 +24,8 @@ ON_ERROR = ("warn", "raise")
 _logger = logging.getLogger(__name__)
 
 
-@dataclass
-class Savings:
-    """How much smaller the checkpoints of a run became, and by how much its weights are off; a line as text."""
-
-    checkpoints: int = 0
-    before_bytes: int = 0
-    after_bytes: int = 0
-    largest_weight_error: float = 0.0
-
-    def add(self, before_bytes: int, manifest: Manifest, after_bytes: int) -> None:
-        """Count a checkpoint, given what it took on the disk before and takes now."""
-        # A checkpoint that was small already, after a push or a resume, shows no difference and counts once.
-        if before_bytes == after_bytes:
-            return
-        self.checkpoints += 1
-        self.before_bytes += before_bytes
-        self.after_bytes += after_bytes
-        self.largest_weight_error = max(self.largest_weight_error, total_rounding(manifest).get("weight", 0.0))
-
-    def __str__(self) -> str:
-        ratio = self.before_bytes / max(1, self.after_bytes)
-        error = (
-            f"weights off by at most {self.largest_weight_error:.3g}" if self.largest_weight_error else "weights exact"
-        )
-        sizes = f"{self.before_bytes / 1e6:.1f} MB -> {self.after_bytes / 1e6:.1f} MB ({ratio:.2f}x)"
-        return f"{self.checkpoints} checkpoints made small: {sizes}, {error}"
-
-
-def is_plain(directory: Path) -> bool:
-    """Return whether a checkpoint is there, and as the Trainer wrote it."""
-    return directory.is_dir() and not (directory / MANIFEST_NAME).exists()
-
-
-def make_small(job: SaveJob, savings: Savings) -> str | None:
-    """Make a checkpoint small, a sharded one by all ranks, and count it; return why there is no room, or None.
-
-    CorruptFileError: a file of it is damaged, and nothing has changed. TrainWeightsError: every file in it is whole.
-    """
-    path = job.path
-    if not path.is_dir():
-        return None
-    manifest = path / MANIFEST_NAME
-    if manifest.exists() and not verify_checkpoint(path).intact:
-        manifest.unlink()  # it is of an earlier run, over whose checkpoint of this step the Trainer has just written
-    layout, plain_bytes = layout_of(path), size_bytes(path)
-    if not manifest.exists():
-        problem = progress_problem(path) or layout.missing_problem()
-        if problem:
-            next_step = "The other checkpoints do not need this one; remove it, or restore the file from a copy."
-            raise CorruptFileError(str(path), "a whole checkpoint", problem, next_step)
-    needed, free = layout.rewriting_bytes(), shutil.disk_usage(path).free
-    if free < needed:
-        return f"rewriting it takes {needed // 10**6} MB of free disk space, there are {free // 10**6} MB"
-    savings.add(plain_bytes, layout.compress(job), size_bytes(path))
-    return None
-
-
 class Backlog:
-    """The checkpoints of a run that wait to be made small.
+    """The checkpoints of a run that wait to be made small, and as text what became of those that waited.
 
     `on_error` is `"warn"` to go on with a plain checkpoint, `"raise"` to end the training; ConfigError: it is neither.
     """
@@ -100,7 +42,9 @@ class Backlog:
         self._stayed: dict[Path, str] = {}
         self._outcomes: list[tuple[Path, Exception | str]] = []
         self._thread: threading.Thread | None = None
-        self._savings = Savings()
+        self._made_small = 0
+        self._before_bytes = self._after_bytes = 0
+        self._largest_weight_error = 0.0
 
     def add(self, job: SaveJob) -> None:
         """Take in a checkpoint, and those again that stayed plain; of these one that is gone costs nothing."""
@@ -143,12 +87,48 @@ class Backlog:
             raise error
         self._stay(directory, message, str(error))
 
+    def make_small(self, job: SaveJob) -> str | None:
+        """Make a checkpoint small, a sharded one by all ranks, and count it; return why there is no room, or None.
+
+        CorruptFileError: a file of it is damaged, and nothing has changed. TrainWeightsError: every file in it is
+        whole.
+        """
+        path = job.path
+        if not path.is_dir():
+            return None
+        manifest = path / MANIFEST_NAME
+        if manifest.exists() and not verify_checkpoint(path).intact:
+            manifest.unlink()  # of an earlier run, over whose checkpoint of this step the Trainer has just written
+        layout, before_bytes = layout_of(path), size_bytes(path)
+        if not manifest.exists():
+            problem = progress_problem(path) or layout.missing_problem()
+            if problem:
+                next_step = "The other checkpoints do not need this one; remove it, or restore the file from a copy."
+                raise CorruptFileError(str(path), "a whole checkpoint", problem, next_step)
+        needed, free = layout.rewriting_bytes(), shutil.disk_usage(path).free
+        if free < needed:
+            return f"rewriting it takes {needed // 10**6} MB of free disk space, there are {free // 10**6} MB"
+        weight_error = total_rounding(layout.compress(job)).get("weight", 0.0)
+        after_bytes = size_bytes(path)
+        if before_bytes != after_bytes:  # else it was small already, after a push or a resume, and counts once
+            self._made_small += 1
+            self._before_bytes += before_bytes
+            self._after_bytes += after_bytes
+            self._largest_weight_error = max(self._largest_weight_error, weight_error)
+        return None
+
     def __str__(self) -> str:
-        stayed = [(directory.name, reason) for directory, reason in self._stayed.items() if is_plain(directory)]
-        parts = [str(self._savings)] if self._savings.checkpoints else []
-        if stayed:
-            names = ", ".join(name for name, _ in stayed)
-            parts.append(f"{len(stayed)} stayed plain, {names}; reason of the last: {stayed[-1][1]}")
+        parts: list[str] = []
+        if self._made_small:
+            ratio = self._before_bytes / max(1, self._after_bytes)
+            sizes = f"{self._before_bytes / 1e6:.1f} MB -> {self._after_bytes / 1e6:.1f} MB ({ratio:.2f}x)"
+            error = f"off by at most {self._largest_weight_error:.3g}" if self._largest_weight_error else "exact"
+            parts.append(f"{self._made_small} checkpoints made small: {sizes}, weights {error}")
+        # One that was removed, or made small with a later one, did not stay plain.
+        plain = [path for path in self._stayed if path.is_dir() and not (path / MANIFEST_NAME).exists()]
+        if plain:
+            names = ", ".join(path.name for path in plain)
+            parts.append(f"{len(plain)} stayed plain, {names}; reason of the last: {self._stayed[plain[-1]]}")
         return "; ".join(parts)
 
     def _work(self) -> None:
@@ -156,7 +136,7 @@ class Backlog:
             job = self._waiting.pop(0)
             outcome: Exception | str | None
             try:
-                outcome = job.ranks.decide(partial(make_small, job, self._savings))
+                outcome = job.ranks.decide(partial(self.make_small, job))
             except Exception as error:
                 outcome = error
             if outcome:

@@ -100,12 +100,12 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         Raises:
             ConfigError: The model's base is not found.
         """
-        self._base.find(kwargs.get("model"))
+        self._base.find(kwargs["model"])
         for directory in checkpoint_directories(args.output_dir or ""):
             register_checkpoint(directory)
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: Any
     ) -> None:
         """Remove what a killed run left, mark a run whose files name weights otherwise than modules, check the resume.
 
@@ -122,13 +122,11 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         self._ranks = all_ranks() if sharding is Sharding.SHARDED else Ranks()
         self._base.require_whole_files(sharding is Sharding.SHARDED)
         self._base.find(model)
-        if model is not None:
-            module = extract_model_from_parallel(model)
-            named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-            self.policy.require_used(_plain_names(named))
+        module = extract_model_from_parallel(model)
+        named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        self.policy.require_used(_plain_names(named))
         # Under FSDP the Trainer resumes from files that have the modules' names.
-        is_whole = model is not None and sharding is Sharding.NONE
-        names = converted_names(extract_model_from_parallel(model)) if is_whole else set()
+        names = converted_names(module) if sharding is Sharding.NONE else set()
         if args.should_save:
             _remove_leftovers(Path(args.output_dir or ""))
             if names:
@@ -180,21 +178,17 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         if summary and self._backlog.speaks:
             _logger.warning("%s", summary)
 
-    def _add(
-        self, args: TrainingArguments, state: TrainerState, *, model: Any = None, optimizer: Any = None, **_: Any
-    ) -> None:
-        directory = _checkpoint_of(args, state)
-        sharding = self._sharding(args, state)
-        module = extract_model_from_parallel(model) if model is not None else None
+    def _add(self, args: TrainingArguments, state: TrainerState, *, model: nn.Module, optimizer: Any, **_: Any) -> None:
+        directory, sharding = _checkpoint_of(args, state), self._sharding(args, state)
         if sharding is Sharding.SHARDED:  # every rank does the same, whatever it finds on the disk
             if args.push_to_hub:
                 self._say_once("Sharded checkpoints that are pushed stay as the Trainer wrote them.")
                 return
         elif not args.should_save or not directory.is_dir() or sharding is Sharding.OTHER:
             return
-        names: Mapping[Any, str] = {}
+        module, names = extract_model_from_parallel(model), {}
         try:
-            if module is not None and sharding is Sharding.NONE:  # what is gathered from several ranks has names
+            if sharding is Sharding.NONE:  # what is gathered from several ranks has names
                 names = optimizer_parameter_names(module, optimizer)
                 self._replace_converted_weights(module, directory, keep=args.push_to_hub)
         except Exception as error:
@@ -209,7 +203,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             self._base.choice,
             self._ranks,
             keep_weights=bool(args.push_to_hub),
-            buffers=None if module is None else _plain_names(module.named_buffers(remove_duplicate=False)),
+            buffers=_plain_names(module.named_buffers(remove_duplicate=False)),
             optimizer_names=names,
             metrics=_newest_metrics(state),
         )
@@ -268,14 +262,12 @@ def _newest_metrics(state: Any) -> dict[str, float]:
 
 def _sharding_of(args: Any) -> Sharding:
     """Return what a Trainer with these `TrainingArguments` writes; its accelerator exists."""
-    if getattr(args, "deepspeed", None):
-        return Sharding.OTHER
     state = AcceleratorState() if is_initialized() else None
     plugin = getattr(state, "fsdp_plugin", None)
     if plugin is None:
         # `accelerate launch` can ask for either without the arguments.
         is_deepspeed = getattr(getattr(state, "distributed_type", None), "name", "") == "DEEPSPEED"
-        return Sharding.OTHER if is_deepspeed or getattr(args, "fsdp", None) else Sharding.NONE
+        return Sharding.OTHER if is_deepspeed or args.deepspeed or args.fsdp else Sharding.NONE
     kinds = {"FULL_STATE_DICT": Sharding.FULL, "SHARDED_STATE_DICT": Sharding.SHARDED}
     shown = str(plugin.state_dict_type)
     return next((kind for name, kind in kinds.items() if name in shown), Sharding.OTHER)

@@ -23,7 +23,7 @@ from hf_trainweights.checkpoint import latest, verify_checkpoint
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.job import SaveJob
 from hf_trainweights.checkpoint.run.ranks import Ranks, all_ranks
-from hf_trainweights.checkpoint.trainer.backlog import Backlog, Savings, make_small
+from hf_trainweights.checkpoint.trainer.backlog import Backlog
 from hf_trainweights.distributed import latest_on_all_ranks
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files import disk
@@ -180,7 +180,7 @@ def job_of(directory: Path, ranks: Ranks) -> SaveJob:
 
 
 def compress(directory: Path, ranks: Ranks) -> str | None:
-    return ranks.decide(lambda: make_small(job_of(directory, ranks), Savings()))
+    return ranks.decide(lambda: Backlog("warn").make_small(job_of(directory, ranks)))
 
 
 @pytest.fixture
