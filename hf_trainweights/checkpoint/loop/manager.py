@@ -17,7 +17,7 @@ from torch import nn
 
 from hf_trainweights.checkpoint.directory.discovery import latest
 from hf_trainweights.checkpoint.directory.garbage import collect_garbage, remove_checkpoint
-from hf_trainweights.checkpoint.loop.progress import Boundary, Progress, state_from_bytes, state_of_rank
+from hf_trainweights.checkpoint.loop.progress import Boundary, Progress, state_from_bytes
 from hf_trainweights.checkpoint.loop.training_state import (
     build_checkpoint,
     give_checkpoint,
@@ -235,12 +235,11 @@ class CheckpointManager:
         if path is None:
             return
         checkpoint = load_verified(Path(path))
-        mine = state_of_rank(path, checkpoint, self._ranks)
+        progress = Progress.resumed(path, checkpoint, self._ranks)
         model, *others = self._parts
         parts: dict[str, Any] = dict(zip(("optimizer", "scheduler", "scaler"), others, strict=True))
-        give_checkpoint({**checkpoint, "rng": mine["rng"]}, model, parts)
-        self._progress = Progress.resumed(checkpoint["step"], mine["position"], mine["rng"])
-        self._saved_step = checkpoint["step"]
+        give_checkpoint({**checkpoint, "rng": progress.rng}, model, parts)
+        self._progress, self._saved_step = progress, progress.step
         # A process that was killed after its last save has not come to this, and there may be no save any more.
         # No rank reads the checkpoint any more when the first one removes others.
         self._ranks.gather(lambda: None)

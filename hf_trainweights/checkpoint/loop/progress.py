@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import io
 import random
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -35,9 +35,24 @@ class Progress:
     rng: Mapping[str, Any] | None = None
 
     @classmethod
-    def resumed(cls, step: int, position: Mapping[str, Any], rng: Mapping[str, Any]) -> Progress:
-        """Return the progress of a run that goes on from a checkpoint, given its `position` and generators."""
-        return cls(step, position["passes"], position["consumed"], position["start"], position["passes"], rng)
+    def resumed(cls, path: str, checkpoint: Mapping[str, Any], ranks: Ranks) -> Progress:
+        """Return the progress of this rank in a run that goes on from a manager's checkpoint.
+
+        ConfigError: no manager wrote it, or one of another number of ranks.
+        """
+        extra = checkpoint.get("extra")
+        extra = extra if isinstance(extra, dict) else {}
+        position = extra.get("position")
+        if not isinstance(position, dict) or not position.keys() >= _POSITION or "rng" not in checkpoint:
+            next_step = "Restore it with restore_checkpoint, and give this run a directory of its own."
+            raise ConfigError(path, "a checkpoint of a CheckpointManager", "one of save_checkpoint", next_step)
+        states = [{"position": position, "rng": checkpoint["rng"]}, *extra.get("ranks", ())]
+        if len(states) != ranks.size:
+            next_step = "Resume on as many ranks, or restore it with restore_checkpoint and start a run of its own."
+            raise ConfigError(path, f"a checkpoint of {ranks.size} ranks", f"one of {len(states)}", next_step)
+        position, rng = states[ranks.rank]["position"], states[ranks.rank]["rng"]
+        passes = position["passes"]
+        return cls(checkpoint["step"], passes, position["consumed"], position["start"], passes, rng)
 
     def state_bytes(self) -> bytes:
         """Return `position` in the data, and generators as they are now, for another rank: see `state_from_bytes`."""
@@ -107,24 +122,6 @@ def state_from_bytes(data: bytes) -> dict[str, Any]:
     return torch.load(io.BytesIO(data), weights_only=True)
 
 
-def state_of_rank(path: str, checkpoint: Mapping[str, Any], ranks: Ranks) -> Mapping[str, Any]:
-    """Return `position` and `rng` of this rank in a manager's checkpoint, as `Progress.resumed` takes them.
-
-    ConfigError: no manager wrote it, or one of another number of ranks.
-    """
-    extra = checkpoint.get("extra")
-    extra = extra if isinstance(extra, dict) else {}
-    position = extra.get("position")
-    if not isinstance(position, dict) or not position.keys() >= _POSITION or "rng" not in checkpoint:
-        next_step = "Restore it with restore_checkpoint, and give this run a directory of its own."
-        raise ConfigError(path, "a checkpoint of a CheckpointManager", "one of save_checkpoint", next_step)
-    states = [{"position": position, "rng": checkpoint["rng"]}, *extra.get("ranks", ())]
-    if len(states) != ranks.size:
-        next_step = "Resume on as many ranks, or restore it with restore_checkpoint and start a run of its own."
-        raise ConfigError(path, f"a checkpoint of {ranks.size} ranks", f"one of {len(states)}", next_step)
-    return states[ranks.rank]
-
-
 def _generators(loader: Any) -> list[torch.Generator]:
     """Return the random number generators that a DataLoader was given for itself."""
     owners = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
@@ -134,24 +131,20 @@ def _generators(loader: Any) -> list[torch.Generator]:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return copies of the states of all random number generators, numpy's and CUDA's where they are in use."""
+    """Return copies of the states of all random number generators, CUDA's where they are in use."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        name, keys, *rest = numpy.random.get_state()
-        state["numpy"] = (name, torch.from_numpy(keys.copy()), *rest)
+    name, keys, *rest = cast(tuple[Any, ...], np.random.get_state())
+    state["numpy"] = (name, torch.from_numpy(keys.copy()), *rest)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Set the random number generators to what `rng_state` returned."""
+    """Set the random number generators to what `rng_state` returned; earlier versions could leave numpy's out."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "numpy" in state:
-        import numpy as np  # only here: torch works without numpy, and then no state of it was stored
-
         name, keys, *rest = state["numpy"]
         np.random.set_state((name, keys.numpy(), *rest))
     if "cuda" in state and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():

@@ -65,8 +65,7 @@ def build_checkpoint(
         scaler: A GradScaler, also a disabled one.
         epoch: Epochs done.
         step: Steps done.
-        rng: Whether to include the random number generators: Python's, torch's on CPU and CUDA, and numpy's if numpy
-            is imported.
+        rng: Whether to include the random number generators: Python's, numpy's, and torch's on CPU and CUDA.
         extra: Nested lists, tuples and dicts of tensors and scalars, to be stored exactly.
 
     Returns:
