@@ -93,13 +93,16 @@ class _NewFile(io.RawIOBase):
 
 
 @contextlib.contextmanager
-def _write(path: Path, descriptor: int) -> Iterator[BinaryIO]:
+def _write(path: Path, descriptor: int, final: Path | None = None) -> Iterator[BinaryIO]:
+    """Yield a new binary file, which is forced to the disk and gets its final name when the block ends, or is gone."""
     raw = _NewFile(descriptor)
     try:
         with io.BufferedWriter(raw, _BUFFER_BYTES) as file:
             yield file
             file.flush()
             raw.sync()
+        if final is not None:
+            disk.file_system.rename(path, final)
     except BaseException:
         with contextlib.suppress(OSError):
             raw.close()
@@ -120,14 +123,8 @@ def replace_file(path: Path) -> Iterator[BinaryIO]:
     """Yield a binary file that takes the place of `path` when the block ends without an error, durably."""
     claim, descriptor = claim_file(path.parent)
     try:
-        with _write(claim.path, descriptor) as file:
+        with _write(claim.path, descriptor, path) as file:
             yield file
-        try:
-            disk.file_system.rename(claim.path, path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                disk.file_system.unlink(claim.path)
-            raise
     finally:
         claim.release()
     disk.file_system.sync_directory(path.parent)

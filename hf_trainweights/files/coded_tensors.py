@@ -89,7 +89,7 @@ def encode_tensors(tensors: Mapping[str, Tensor]) -> Tensor:
 
     Examples:
         >>> coded = encode_tensors({"codes": torch.zeros(1000, 1000, dtype=torch.int8)})
-        >>> len(coded) < 200, decode_tensors(coded, "weight")["codes"].shape
+        >>> len(coded) < 200, CodedTensors(coded, "weight").read("codes").shape
         (True, torch.Size([1000, 1000]))
     """
     specs = {name: _Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
@@ -114,12 +114,6 @@ def _encode_chunk(piece: tuple[np.ndarray, slice, _Spec]) -> list[np.ndarray]:
     planes = np.empty((spec.planes, len(words)), np.uint8)
     split_planes(words, planes, spec.dtype)
     return [encode_block(plane) for plane in planes]
-
-
-def decode_tensors(coded: Tensor, where: str) -> dict[str, Tensor]:
-    """Undo `encode_tensors`: return new CPU tensors by name; CorruptFileError: the bytes are damaged."""
-    reader = CodedTensors(coded, where)
-    return {name: reader.read(name) for name in reader.specs}
 
 
 class CodedTensors:

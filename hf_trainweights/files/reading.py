@@ -60,10 +60,9 @@ def require_regular_file(path: str | Path, *, follow_links: bool = True) -> None
     """Check that a library that opens `path` by itself will find a regular file; CorruptFileError: it will not."""
     try:
         status = os.stat(path, follow_symlinks=follow_links)
-    except ValueError as error:  # a null byte, or half of a surrogate pair
-        raise _not_regular(repr(str(path)), "a name that no file can have") from error
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
+    except (OSError, ValueError) as error:
+        # A ValueError means a null byte, or half of a surrogate pair.
+        if not isinstance(error, OSError) or error.errno == errno.ENAMETOOLONG:
             raise _not_regular(repr(str(path))[:_MAX_SHOWN], "a name that no file can have") from error
         if error.errno not in (errno.ENOENT, errno.ELOOP) or not os.path.islink(path):
             raise

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files import coded_tensors
-from hf_trainweights.files.coded_tensors import CODED_DTYPES, CodedTensors, decode_tensors, encode_tensors
+from hf_trainweights.files.coded_tensors import CODED_DTYPES, CodedTensors, encode_tensors
 
 SHAPES = [(), (5,), (3, 7), (2, 3, 40), (0, 4), (2, 0, 3), (1, 1)]
 each_dtype = pytest.mark.parametrize("dtype", sorted(CODED_DTYPES, key=str), ids=str)
@@ -27,6 +27,11 @@ def values(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 def same(first: Tensor, second: Tensor) -> bool:
     kinds = (first.dtype, first.shape) == (second.dtype, second.shape)
     return kinds and first.contiguous().view(-1).view(torch.uint8).equal(second.contiguous().view(-1).view(torch.uint8))
+
+
+def decode_tensors(coded: Tensor, where: str) -> dict[str, Tensor]:
+    reader = CodedTensors(coded, where)
+    return {name: reader.read(name) for name in reader.specs}
 
 
 @each_dtype

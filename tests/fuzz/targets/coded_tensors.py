@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trainweights.files.coded_tensors import decode_tensors, encode_tensors
+from hf_trainweights.files.coded_tensors import CodedTensors, encode_tensors
 from hf_trainweights.formats import get_format
 from tests.fuzz.mutate_bytes import change_bytes
 from tests.fuzz.target import BrokenPromiseError, Outcome, Target
@@ -38,7 +38,7 @@ class CodedBytes:
 
 
 class CodedArrays(Target):
-    """`decode_tensors` of bytes from anywhere: the tensors that were coded, or a `CorruptFileError`."""
+    """`CodedTensors` of bytes from anywhere: the tensors that were coded, or a `CorruptFileError`."""
 
     name = "coded-tensors"
 
@@ -60,7 +60,8 @@ class CodedArrays(Target):
 
     def run(self, given: CodedBytes) -> Outcome:
         """Decode them."""
-        decoded = decode_tensors(torch.from_numpy(np.frombuffer(given.data, np.uint8).copy()), "weight")
+        reader = CodedTensors(torch.from_numpy(np.frombuffer(given.data, np.uint8).copy()), "weight")
+        decoded = {name: reader.read(name) for name in reader.specs}
         if sum(tensor.numel() for tensor in decoded.values()) > _MOST_ELEMENTS:
             raise BrokenPromiseError("few bytes became many elements")
         if given.original is not None:
