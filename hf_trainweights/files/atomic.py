@@ -111,11 +111,9 @@ def _write(path: Path, descriptor: int, final: Path | None = None) -> Iterator[B
         raise
 
 
-@contextlib.contextmanager
-def create_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a new binary file; when the block ends its data is on the disk, its name not yet."""
-    with _write(path, disk.file_system.create(path)) as file:
-        yield file
+def create_file(path: Path) -> contextlib.AbstractContextManager[BinaryIO]:
+    """Create a binary file for a block; when it ends its data is on the disk, its name not yet."""
+    return _write(path, disk.file_system.create(path))
 
 
 @contextlib.contextmanager

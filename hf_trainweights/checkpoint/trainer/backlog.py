@@ -71,7 +71,11 @@ class Backlog:
             thread.join()
         outcomes, self._outcomes = self._outcomes, []
         for directory, outcome in outcomes:
-            self._keep_plain(directory, outcome)
+            message = f"{directory.name} stays as it is, plain, and gets another try at the next save:"
+            if isinstance(outcome, Exception):
+                self.blame(directory, outcome, message)
+            elif directory.is_dir():
+                self._stay(directory, message, outcome)
 
     def blame(self, directory: Path, error: Exception, message: str) -> None:
         """Say once what went wrong with a checkpoint, and in a sentence what that means for it, or raise the error.
@@ -142,13 +146,6 @@ class Backlog:
             if outcome:
                 self._failed[job.path] = job
                 self._outcomes.append((job.path, outcome))
-
-    def _keep_plain(self, directory: Path, outcome: Exception | str) -> None:
-        message = f"{directory.name} stays as it is, plain, and gets another try at the next save:"
-        if isinstance(outcome, Exception):
-            self.blame(directory, outcome, message)
-        elif directory.is_dir():
-            self._stay(directory, message, outcome)
 
     def _stay(self, directory: Path, message: str, reason: str) -> None:
         if self.speaks and self._stayed.get(directory) != reason:
