@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from hf_trainweights.files.memory_file import MemoryFile
+from hf_trainweights.files.torch_zip import MemoryFile
 
 
 def test_it_reads_and_writes_as_bytes_in_memory_do() -> None:

@@ -36,7 +36,7 @@ from hf_trainweights.checkpoint.encoded.structure import (
 )
 from hf_trainweights.checkpoint.encoded.tree import flatten, path_text
 from hf_trainweights.checkpoint.encoded.workers import default_device_cpu, in_order, worker_count
-from hf_trainweights.files.torch_zip_writer import TorchZipWriter, Writable
+from hf_trainweights.files.torch_zip import TorchZipWriter, Writable
 
 _ZEROS = bytes(1 << 20)
 

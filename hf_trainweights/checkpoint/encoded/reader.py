@@ -25,8 +25,8 @@ from torch import Tensor
 from hf_trainweights.checkpoint.encoded.structure import DECODE_CALL, TensorReport, anchor_file_name, storage_paths
 from hf_trainweights.checkpoint.encoded.tree import corrupt, path_text
 from hf_trainweights.errors import CorruptFileError, MissingAnchorError
-from hf_trainweights.files.memory_file import MemoryFile
 from hf_trainweights.files.reading import file_sha256, is_torch_zip, open_pickle, require_regular_file
+from hf_trainweights.files.torch_zip import MemoryFile
 
 leave_undecoded: ContextVar[bool] = ContextVar("leave_undecoded", default=False)
 """Whether `decode_file`, which torch.load calls, is to return an `Undecoded`."""

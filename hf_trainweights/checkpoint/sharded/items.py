@@ -31,8 +31,7 @@ from hf_trainweights.checkpoint.encoded.structure import (
     payload_crc32,
     seal_structure,
 )
-from hf_trainweights.files.memory_file import MemoryFile
-from hf_trainweights.files.torch_zip_writer import FIRST_RECORD_START, Writable
+from hf_trainweights.files.torch_zip import FIRST_RECORD_START, MemoryFile, Writable
 
 _UNIX = 3
 # Three records with short names take half as many.

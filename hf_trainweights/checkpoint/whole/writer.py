@@ -36,7 +36,7 @@ from hf_trainweights.checkpoint.run.job import BaseChoice, SaveJob
 from hf_trainweights.errors import UnstorableError
 from hf_trainweights.files.atomic import create_directory, remove_files, save_errors
 from hf_trainweights.files.reading import DigestedFile
-from hf_trainweights.files.torch_zip_writer import Writable
+from hf_trainweights.files.torch_zip import Writable
 
 WEIGHTS_NAME = "pytorch_model.bin"
 

@@ -7,7 +7,7 @@ import zlib
 
 import numpy as np
 
-from hf_trainweights.files.torch_zip_writer import TorchZipWriter
+from hf_trainweights.files.torch_zip import TorchZipWriter
 
 
 class Pretended(io.BytesIO):
