@@ -117,10 +117,9 @@ def _remove_if_abandoned(path: Path, dry_run: bool) -> bool:
             return True
         try:
             _undo_interrupted(path, path.parent)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            _logger.warning(
-                "%s stays: it may hold what a save replaced, but its journal cannot be read: %s", path, error
-            )
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            stays = "stays: it may hold what a save replaced, but its journal cannot be read"
+            _logger.warning("%s %s: %s", path, stays, error)
             return False
         remove_tree(path)
         return not path.exists()

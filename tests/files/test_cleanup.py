@@ -63,7 +63,9 @@ def test_while_a_save_runs_nothing_is_put_back_over_its_files(tmp_path):
         b'{"come": ["../victim"], "go": ["../victim"]}',
         b'{"come": [1], "go": []}',
         b'{"come": ["/etc/passwd"], "go": []}',
+        b"[" * 100_000,
     ],
+    ids=["empty", "a list", "half", "outside", "a number", "absolute", "deep"],
 )
 def test_a_journal_that_cannot_be_trusted_moves_nothing_and_is_named(tmp_path, caplog, journal):
     directory = tmp_path / "model"
