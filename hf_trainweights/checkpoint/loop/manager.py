@@ -132,8 +132,9 @@ class CheckpointManager:
                 self._save_last()
         finally:
             self._entered = False
-            if self._previous_handler is not None:
-                signal.signal(signal.SIGTERM, self._previous_handler)
+            handler, self._previous_handler = self._previous_handler, None
+            if handler is not None:
+                signal.signal(signal.SIGTERM, handler)
         if kind is None and self._terminated:
             raise SystemExit(_SIGTERM_EXIT_STATUS)
 

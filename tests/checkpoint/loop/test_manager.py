@@ -3,6 +3,7 @@ import os
 import random
 import shutil
 import signal
+import threading
 
 import numpy as np
 import pytest
@@ -508,6 +509,26 @@ def test_the_handler_of_sigterm_is_put_back(tmp_path):
     assert signal.getsignal(signal.SIGTERM) == before
     with pytest.raises(RuntimeError, match="stop"), CheckpointManager(tmp_path):
         raise RuntimeError("stop")
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_manager_may_be_entered_again_where_python_allows_no_handlers(tmp_path):
+    before, errors = signal.getsignal(signal.SIGTERM), []
+
+    def enter():
+        try:
+            with manager:
+                pass
+        except ValueError as error:
+            errors.append(error)
+
+    manager = CheckpointManager(tmp_path)
+    with manager:
+        pass
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert errors == []
     assert signal.getsignal(signal.SIGTERM) == before
 
 
