@@ -237,9 +237,7 @@ class CheckpointManager:
             return
         checkpoint = load_verified(Path(path))
         progress = Progress.resumed(path, checkpoint, self._ranks)
-        model, *others = self._parts
-        parts: dict[str, Any] = dict(zip(("optimizer", "scheduler", "scaler"), others, strict=True))
-        give_checkpoint({**checkpoint, "rng": progress.rng}, model, parts)
+        give_checkpoint({**checkpoint, "rng": progress.rng}, *self._parts)
         self._progress, self._saved_step = progress, progress.step
         # A process that was killed after its last save has not come to this, and there may be no save any more.
         # No rank reads the checkpoint any more when the first one removes others.

@@ -131,18 +131,15 @@ def restore_checkpoint(
     """
     parts = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     copies = {part: copy.deepcopy(checkpoint.get(part)) for part, target in parts.items() if target is not None}
-    return give_checkpoint({**checkpoint, **copies}, model, parts, rng=rng)
+    return give_checkpoint({**checkpoint, **copies}, model, optimizer, scheduler, scaler, rng=rng)
 
 
 def give_checkpoint(
-    checkpoint: Mapping[str, Any], model: nn.Module, parts: Mapping[str, Any], *, rng: bool = True
+    checkpoint: Mapping[str, Any], model: nn.Module, optimizer: Any, scheduler: Any, scaler: Any, *, rng: bool = True
 ) -> tuple[float | None, int | None]:
-    """Put the state of training back as `restore_checkpoint` does, its memory too: the optimizer's is not copied.
-
-    `parts` are optimizer, scheduler and scaler by the names that they have in a checkpoint, or None.
-    """
+    """Put the state of training back as `restore_checkpoint` does, its memory too: the optimizer's is not copied."""
     load_module_state(model, checkpoint["model"])
-    for part, target in parts.items():
+    for part, target in {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}.items():
         if target is not None and checkpoint.get(part) is None:
             warnings.warn(f"The checkpoint has no {part}: it keeps the state it has.", stacklevel=3)
         elif target is not None and part == "optimizer":
