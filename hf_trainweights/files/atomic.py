@@ -1,9 +1,8 @@
 """Files and directories that appear whole or not at all, whenever the process or the machine stops.
 
 Data is forced to the disk (fsync) before the name that shows it appears; a name is durable once its directory has been
-fsynced as well.
+fsynced as well. What the operating system refuses meanwhile becomes an error that says what to do: `save_errors`.
 Source: T. S. Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014, sections 3 and 4.
-What the operating system refuses meanwhile becomes an error that says what to do: `save_errors`.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ _STARTED_BYTES = 16 << 20
 _NO_LINK_ERRNOS = frozenset(
     {errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS, errno.EACCES, errno.EINVAL}
 )
+
 # Error numbers to what was expected, and what to do next.
 _ADVICE = {
     (errno.ENOSPC, errno.EDQUOT, errno.EFBIG): (

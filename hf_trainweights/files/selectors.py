@@ -31,6 +31,7 @@ EXPRESSION = "re:"
 # Names that are compared with a misspelt one; more would take seconds.
 _MAX_COMPARED = 20_000
 
+# What matching all expressions may take, beside the worker's own MAX_BYTES.
 _MAX_SECONDS = 10.0
 _WORKER = Path(__file__).with_name("expression_worker.py")
 
