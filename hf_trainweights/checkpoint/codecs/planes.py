@@ -17,7 +17,7 @@ bit to one bit smaller than an exclusive or, whose carries reach high bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -44,9 +44,6 @@ from hf_trainweights.files.byte_planes import (
     word_layout,
     words_of,
 )
-
-CACHED = 1 << 16
-"""Words that are worked on at once: they and all intermediate results stay in the processor's cache."""
 
 _SAMPLE = 4096
 
@@ -75,13 +72,11 @@ class Planes(ChunkedCodec):
 
         def write(writer: BlockWriter, chunk: slice) -> bool:
             x = words[chunk]
-            if near is None or not _delta_is_smaller(x, near[chunk], dtype):
-                write_planes(writer, x.itemsize, len(x), [x], dtype)
-                return False
-            y = near[chunk]
-            differences = (zigzag_(x[part] - y[part]) for part in chunk_ranges(len(x), CACHED))
-            write_planes(writer, words.itemsize, len(x), differences)
-            return True
+            if near is not None and _delta_is_smaller(x, near[chunk], dtype):
+                write_planes(writer, zigzag_(x - near[chunk]))
+                return True
+            write_planes(writer, x, dtype)
+            return False
 
         return Chunks(tensor.nbytes, [*chunk_ranges(len(words))], write, has_flags="anchor" in self.references)
 
@@ -100,13 +95,13 @@ class Planes(ChunkedCodec):
         decoded_words = words_of(decoded)
         for index, chunk in enumerate(chunk_ranges(count)):
             out = decoded_words[chunk]
-            is_difference = near is not None and is_delta[index]
-            words = scratch("words", out.shape, out.dtype) if is_difference and decoded is anchor else out
-            for part in read_planes(reader, index * itemsize, words, None if is_difference else dtype):
-                if near is not None and is_difference:
-                    _add_(words[part], near[chunk][part])
-                if words is not out:
-                    out[part] = words[part]
+            if near is None or not is_delta[index]:
+                read_planes(reader, index * itemsize, out, dtype)
+                continue
+            codes = scratch("codes", out.shape, out.dtype)
+            read_planes(reader, index * itemsize, codes)
+            _add_(codes, near[chunk])
+            out[:] = codes
         return decoded
 
 
@@ -183,31 +178,20 @@ def plane_bits(words: np.ndarray) -> float:
     return -float(np.dot(share, np.log2(share)))
 
 
-def write_planes(
-    writer: BlockWriter, itemsize: int, count: int, parts: Iterable[np.ndarray], folded: torch.dtype | None = None
-) -> None:
-    """Write one block per byte of significance, lowest first, of `count` words in 1-D arrays.
+def write_planes(writer: BlockWriter, words: np.ndarray, folded: torch.dtype | None = None) -> None:
+    """Write one block per byte of significance, lowest first, of words, 1-D.
 
     With `folded`, the tensor's dtype, the words are those of the tensor itself, and `fold` decides how they are split.
     """
-    planes = scratch("planes", [itemsize, count], np.uint8)
-    start = 0
-    for part in parts:
-        split_planes(part, planes[:, start : start + len(part)], folded)
-        start += len(part)
+    planes = scratch("planes", [words.itemsize, len(words)], np.uint8)
+    split_planes(words, planes, folded)
     for plane in planes:
         writer.write(plane)
 
 
-def read_planes(
-    reader: BlockReader, first_block: int, out: np.ndarray, folded: torch.dtype | None, size: int = CACHED
-) -> Iterator[slice]:
-    """Fill `out` with the words whose planes start at block `first_block`, and yield each slice as it is filled.
+def read_planes(reader: BlockReader, first_block: int, out: np.ndarray, folded: torch.dtype | None = None) -> None:
+    """Fill `out` with the words whose planes start at block `first_block`, given what `write_planes` got.
 
-    `folded` is what `write_planes` got. What else is done to the words of a slice should be done at once.
     CorruptFileError: a block is damaged.
     """
-    planes = [reader.read(first_block + index, len(out)) for index in range(out.itemsize)]
-    for part in chunk_ranges(len(out), size if folded is None else len(out)):
-        join_planes([plane[part] for plane in planes], out[part], folded)
-        yield part
+    join_planes([reader.read(first_block + index, len(out)) for index in range(out.itemsize)], out, folded)

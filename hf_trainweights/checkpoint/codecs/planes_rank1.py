@@ -16,7 +16,7 @@ The tensor is cut into tiles of at most 2**18 elements (see `levels`), each a di
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -40,7 +40,6 @@ from hf_trainweights.checkpoint.codecs.coding.blocks import (
 )
 from hf_trainweights.checkpoint.codecs.coding.rank1 import MEAN_UNITS, decode_means, encode_means, log_means
 from hf_trainweights.checkpoint.codecs.planes import (
-    CACHED,
     plane_bits,
     read_planes,
     sample_step,
@@ -83,9 +82,9 @@ class PlanesRank1(ChunkedCodec):
             tile = words[rows, columns], predicted[0][rows], predicted[1][columns]
             is_difference = _difference_is_smaller(*tile, dtype) and _is_exact(*tile)
             if is_difference:
-                write_planes(writer, words.itemsize, tile[0].size, _codes(*tile))
+                write_planes(writer, _code(*tile).reshape(-1))
             else:
-                write_planes(writer, words.itemsize, tile[0].size, [tile[0].reshape(-1)], dtype)
+                write_planes(writer, tile[0].reshape(-1), dtype)
             return is_difference
 
         others = (encode_means(*means),)
@@ -105,13 +104,9 @@ class PlanesRank1(ChunkedCodec):
         predicted = _predictions(*decode_means(cls, payloads[1], *matrix), dtype)
         for index, (rows, columns) in enumerate(tiles(*matrix, CHUNK)):
             out = decoded.numpy()[rows, columns]
-            row_bits, column_bits = predicted[0][rows], predicted[1][columns]
-            width = out.shape[1]
-            folded, size = None if is_difference[index] else dtype, _cached_rows(width) * width
-            for part in read_planes(reader, index * dtype.itemsize, out.reshape(-1), folded, size):
-                if is_difference[index]:
-                    part_rows = slice(part.start // width, part.stop // width)
-                    _undo_codes_(out[part_rows], row_bits[part_rows], column_bits)
+            read_planes(reader, index * dtype.itemsize, out.reshape(-1), None if is_difference[index] else dtype)
+            if is_difference[index]:
+                _undo_codes_(out, predicted[0][rows], predicted[1][columns])
         return decoded.view(dtype).view(shape)
 
 
@@ -121,11 +116,6 @@ def _predictions(row_means: Tensor, column_means: Tensor, dtype: torch.dtype) ->
     unit = (1 << mantissa_bits) // MEAN_UNITS
     rows = (row_means * unit + (bias << mantissa_bits))[:, None]
     return rows.to(WORDS[dtype.itemsize]).numpy(), (column_means * unit).to(WORDS[dtype.itemsize]).numpy()
-
-
-def _cached_rows(width: int) -> int:
-    """Return how many rows are worked on at once."""
-    return max(CACHED // width, 1)
 
 
 def _difference_is_smaller(words: np.ndarray, rows: np.ndarray, columns: np.ndarray, dtype: torch.dtype) -> bool:
@@ -141,14 +131,6 @@ def _is_exact(words: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> bool:
     if words.min() >= 0 and lowest >= 0 and highest <= np.iinfo(words.dtype).max:
         return True
     return np.count_nonzero(_code(words, rows, columns)) == np.count_nonzero(words)
-
-
-def _codes(words: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the codes of a tile, 1-D, a few rows at a time."""
-    height = _cached_rows(words.shape[1])
-    for row in range(0, len(words), height):
-        part = slice(row, row + height)
-        yield _code(words[part], rows[part], columns).reshape(-1)
 
 
 def _code(words: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:

@@ -3,7 +3,7 @@ import torch
 from checkpoint.codecs.cases import bits_equal, decode
 
 from hf_trainweights.checkpoint.codecs.coding.blocks import BlockReader
-from hf_trainweights.checkpoint.codecs.planes import CACHED, Planes, PlanesDelta
+from hf_trainweights.checkpoint.codecs.planes import Planes, PlanesDelta
 
 
 def normal(*shape, seed=0, scale=0.02):
@@ -73,7 +73,7 @@ def test_a_close_anchor_helps_and_a_strange_one_does_not_hurt():
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64], ids=str)
 def test_planes_hold_the_bytes_of_each_significance(dtype):
-    words = torch.arange(CACHED + 5).to(dtype).mul_(3)
+    words = torch.arange(70_000).to(dtype).mul_(3)
     payload = Planes().encode(words).payloads[0]
     expected = words.view(torch.uint8).view(-1, dtype.itemsize).t().numpy()
     reader = BlockReader(Planes, payload, dtype.itemsize)
