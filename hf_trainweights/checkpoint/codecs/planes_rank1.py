@@ -80,12 +80,14 @@ class PlanesRank1(ChunkedCodec):
         def write(writer: BlockWriter, place: Tile) -> bool:
             rows, columns = place
             tile = words[rows, columns], predicted[0][rows], predicted[1][columns]
-            is_difference = _difference_is_smaller(*tile, dtype) and _is_exact(*tile)
-            if is_difference:
-                write_planes(writer, _code(*tile).reshape(-1))
-            else:
-                write_planes(writer, tile[0].reshape(-1), dtype)
-            return is_difference
+            if _difference_is_smaller(*tile, dtype):
+                codes = _code(*tile)
+                # The code of a number 2**31 below its prediction would wrap around to 0.
+                if np.count_nonzero(codes) == np.count_nonzero(tile[0]):
+                    write_planes(writer, codes.reshape(-1))
+                    return True
+            write_planes(writer, tile[0].reshape(-1), dtype)
+            return False
 
         others = (encode_means(*means),)
         return Chunks(tensor.nbytes, [*tiles(*shape, CHUNK)], write, has_flags=True, others=others)
@@ -125,14 +127,6 @@ def _difference_is_smaller(words: np.ndarray, rows: np.ndarray, columns: np.ndar
     return plane_bits(_code(sample, rows[row, 0], columns[column])) < plane_bits(fold(sample, dtype))
 
 
-def _is_exact(words: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> bool:
-    """Return whether no code wraps around to 0, as that of a number 2**31 below its prediction would."""
-    lowest, highest = int(rows.min()) + int(columns.min()), int(rows.max()) + int(columns.max())
-    if words.min() >= 0 and lowest >= 0 and highest <= np.iinfo(words.dtype).max:
-        return True
-    return np.count_nonzero(_code(words, rows, columns)) == np.count_nonzero(words)
-
-
 def _code(words: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """Return the codes of a contiguous matrix [R, C], given [R, 1] and [C]; or of words and a number each for both."""
     function = compiled_for("subtract_sums", words)
@@ -144,9 +138,7 @@ def _code(words: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarra
     codes -= columns
     zigzag_(codes)
     codes += 1
-    nonzero = words != 0
-    if not nonzero.all():
-        codes *= nonzero
+    codes *= words != 0
     return codes
 
 
@@ -161,5 +153,4 @@ def _undo_codes_(codes: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> No
     unzigzag_(codes)
     codes += rows
     codes += columns
-    if not nonzero.all():
-        codes *= nonzero
+    codes *= nonzero
