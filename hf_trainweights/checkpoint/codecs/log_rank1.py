@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import ClassVar
 
 import numpy as np
@@ -51,7 +51,14 @@ from hf_trainweights.checkpoint.codecs.coding.blocks import (
     tiles,
     to_float32,
 )
-from hf_trainweights.checkpoint.codecs.coding.levels import SAME, LevelWriter, decode_tiles, place_levels, to_levels
+from hf_trainweights.checkpoint.codecs.coding.levels import (
+    EXACT,
+    SAME,
+    LevelWriter,
+    decode_tiles,
+    place_levels,
+    to_levels,
+)
 from hf_trainweights.checkpoint.codecs.coding.rank1 import MEAN_UNITS, decode_means, encode_means, log_means
 from hf_trainweights.errors import ConfigError
 
@@ -118,16 +125,9 @@ class LogRank1(Codec):
         for tile in tiles(*shape):
             rows, columns = tile
             logs, factors = (row_logs[rows], column_logs[columns]), (row_factors[rows], column_factors[columns])
-            elements = original[tile]
-            values = scratch("decoded", elements.shape)
-            quotients = _encode_tile(elements, logs, factors, self.step, values, *writer.place(tile))
-            misfit, worst = _misfits(quotients, self.step / 2 + _SLACK)
-            decoded = torch.from_numpy(values).to(tensor.dtype)
-            if misfit is not None:
-                writer.mark_exact(tile, misfit)
-                decoded.view(-1)[misfit] = elements.reshape(-1)[misfit]
-            use_decoded(tile, decoded)
-            writer.bound = max(writer.bound, worst)
+            decoded = scratch("decoded", original[tile].shape)
+            writer.write(tile, partial(_encode_tile, logs, factors, self.step, decoded))
+            use_decoded(tile, torch.from_numpy(decoded).to(tensor.dtype))
         # The errors are logarithms of float32 quotients.
         payloads = [*writer.payloads(), encode_means(*means)]
         return EncodedTensor(payloads, {"step": self.step}, writer.bound + 2**-20)
@@ -154,15 +154,15 @@ class LogRank1(Codec):
 
 
 def _encode_tile(
-    elements: Tensor,
     logs: Vectors,
     factors: Vectors,
     step: int,
     decoded: np.ndarray,
+    elements: Tensor,
     levels: np.ndarray,
     row_sizes: np.ndarray,
-) -> np.ndarray:
-    """Fill levels, row sizes and what decoding gives, and return that over the elements: 0 for negative ones.
+) -> tuple[int, float]:
+    """Do as `place_levels` says, and fill in what decoding will give; errors are in units of log2.
 
     `logs` are the means of log2 of its rows and columns, `factors` 2 to the power of these.
     """
@@ -171,14 +171,22 @@ def _encode_tile(
         quotients = scratch("quotients", x.shape)
         numbers = inverse, step << 23, compiled.DTYPES[elements.dtype]
         library.log_levels(x, *logs, *factors, *numbers, *x.shape, levels, decoded, quotients, row_sizes)
-        return quotients
-    same = x == 0
-    positive = np.where(same, np.float32(1), x)  # zeros have their own symbol
-    numbers = to_levels((_log2(positive) - logs[0][:, None] - logs[1]) * np.float32(inverse))
-    values = rounded_to(elements.dtype, _values(numbers, factors, step))
-    place_levels(numbers, same, np.zeros_like(x), 0.0, levels, row_sizes)
-    decoded[:] = values * ~same
-    return np.where(positive < 0, np.float32(0), values / positive)  # the power of a negative number may be, too
+    else:
+        same = x == 0
+        positive = np.where(same, np.float32(1), x)  # zeros have their own symbol
+        numbers = to_levels((_log2(positive) - logs[0][:, None] - logs[1]) * np.float32(inverse))
+        values = rounded_to(elements.dtype, _values(numbers, factors, step))
+        place_levels(numbers, same, np.zeros_like(x), 0.0, levels, row_sizes)
+        decoded[:] = values * ~same
+        # The power that a negative number gets may be negative, too.
+        quotients = np.where(positive < 0, np.float32(0), values / positive)
+    misfits, worst = _misfits(quotients, step / 2 + _SLACK)
+    misplaced = levels.reshape(-1)[misfits]
+    sizes = np.abs(misplaced.astype(np.float64)) * (misplaced != SAME)
+    np.subtract.at(row_sizes, misfits // levels.shape[1], sizes)
+    levels.reshape(-1)[misfits] = EXACT
+    decoded.reshape(-1)[misfits] = x.reshape(-1)[misfits]
+    return len(misfits), worst
 
 
 def _log2(x: np.ndarray) -> np.ndarray:
@@ -232,13 +240,13 @@ def _mantissas() -> Tensor:
     return torch.tensor(table, dtype=torch.float32)
 
 
-def _misfits(quotients: np.ndarray, limit: float) -> tuple[Tensor | None, float]:
-    """Return where |log2| exceeds the limit or is NaN, int64 [m] or None, and the largest other one."""
+def _misfits(quotients: np.ndarray, limit: float) -> tuple[np.ndarray, float]:
+    """Return where |log2| exceeds the limit or is NaN, int64 [m], and the largest other one."""
     lowest, highest = float(quotients.min()), float(quotients.max())
     if lowest > 0:  # the logarithms of only two numbers
         worst = max(-math.log2(lowest), math.log2(highest))
         if worst <= limit:
-            return None, worst
+            return np.empty(0, np.int64), worst
     errors = np.abs(np.log2(quotients))
     fits = errors <= limit
-    return torch.from_numpy(np.flatnonzero(~fits)), float(errors[fits].max(initial=0.0))
+    return np.flatnonzero(~fits), float(errors[fits].max(initial=0.0))

@@ -87,29 +87,17 @@ class LevelWriter:
         self._exact = [torch.empty(0, dtype=tensor.dtype)]
         self.bound = 0.0
 
-    def place(self, tile: Tile) -> tuple[np.ndarray, np.ndarray]:
-        """Return views to fill: a tile's levels, int16 [r, c], and its rows' sums of magnitudes, float64 [r].
-
-        `SAME` and `EXACT` stand among the levels and do not count in the sums, which are added to.
-        """
-        return self._levels[tile], self._row_sizes[tile[0]]
-
     def write(self, tile: Tile, encode: Callable[[Tensor, np.ndarray, np.ndarray], tuple[int, float]]) -> None:
-        """Let `encode` do as `place_levels` does, given a tile's elements [r, c] and what `place` returns for it."""
-        elements = self._elements[tile]
-        missed, worst = encode(elements, *self.place(tile))
-        if missed:
-            self._exact.append(elements.reshape(-1)[np.flatnonzero(self._levels[tile] == EXACT)])
-        self.bound = max(self.bound, worst)
+        """Let `encode` fill in a tile's levels, int16 [r, c], and add their sizes to its rows' sums, float64 [r].
 
-    def mark_exact(self, tile: Tile, positions: Tensor) -> None:
-        """Store the elements of a tile at these positions, int64 [m], exactly; `EXACT` replaces their levels."""
-        levels, row_sizes = self.place(tile)
-        at = positions.numpy()
-        marked = levels.reshape(-1)[at]
-        np.subtract.at(row_sizes, at // levels.shape[1], np.abs(marked.astype(np.float64)) * (marked != SAME))
-        levels.reshape(-1)[at] = EXACT
-        self._exact.append(self._elements[tile].reshape(-1)[positions])
+        It is given the tile's elements first, and does as `place_levels`: `SAME` and `EXACT` stand among the levels and
+        do not count in the sums.
+        """
+        elements, levels = self._elements[tile], self._levels[tile]
+        missed, worst = encode(elements, levels, self._row_sizes[tile[0]])
+        if missed:
+            self._exact.append(elements.reshape(-1)[np.flatnonzero(levels == EXACT)])
+        self.bound = max(self.bound, worst)
 
     def payloads(self) -> list[Tensor]:
         """Return the two payloads, when all tiles are done."""
@@ -129,7 +117,7 @@ def place_levels(
     levels: np.ndarray,
     row_sizes: np.ndarray,
 ) -> tuple[int, float]:
-    """Do with what `LevelWriter.place` returned as a compiled codec does, given what `to_levels` returned for a tile.
+    """Fill in the levels of a tile for which `to_levels` returned numbers, and add their sizes to its rows' sums.
 
     Return how many `errors` are beyond the limit, or NaN, so that their levels are `EXACT`, and the largest other one.
     """

@@ -24,10 +24,15 @@ def written(levels, exact_share=0.0, same_share=0.0, seed=0):
     same = torch.from_numpy(rng.random(levels.shape) < same_share)
     writer = LevelWriter(elements)
     for tile in tiles(*levels.shape):
-        errors = exact[tile].float().numpy()
-        missed, worst = place_levels(levels[tile].numpy(), same[tile].numpy(), errors, 0.5, *writer.place(tile))
-        assert (missed, worst) == (exact[tile].sum(), 0)
-        writer.write(tile, lambda tile_elements, *place, found=(missed, worst): found)
+
+        def encode(tile_elements, *place, tile=tile):
+            assert torch.equal(tile_elements, elements[tile])
+            errors = exact[tile].float().numpy()
+            missed, worst = place_levels(levels[tile].numpy(), same[tile].numpy(), errors, 0.5, *place)
+            assert (missed, worst) == (exact[tile].sum(), 0)
+            return missed, worst
+
+        writer.write(tile, encode)
     assert writer.bound == 0
     return writer.payloads(), elements, exact, same
 
@@ -107,7 +112,8 @@ def test_rows_of_the_same_cost_next_to_nothing():
     writer = LevelWriter(levels)
     same = (np.arange(2000) % 8 != 0)[:, None] & np.ones(levels.shape, bool)
     for tile in tiles(*levels.shape):
-        place_levels(levels[tile].numpy(), same[tile], np.zeros(levels[tile].shape), 0.5, *writer.place(tile))
+        arguments = levels[tile].numpy(), same[tile], np.zeros(levels[tile].shape), 0.5
+        writer.write(tile, lambda _, *place, arguments=arguments: place_levels(*arguments, *place))
     bits = 8 * len(writer.payloads()[0]) / levels.numel()
     assert bits < check(levels) / 8 + 0.06
 
