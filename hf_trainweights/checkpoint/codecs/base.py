@@ -182,11 +182,18 @@ class Codec(ABC):
             raise cls.corrupt("payloads", str(expected), str(len(payloads)))
 
     @classmethod
-    def param(cls, params: Params, name: str, kind: type) -> Any:
-        """Return `params[name]`; CorruptFileError: it is missing, not exactly of type `kind`, or NaN or infinite."""
+    def param(
+        cls, params: Params, name: str, kind: type, smallest: float = -math.inf, largest: float = math.inf
+    ) -> Any:
+        """Return `params[name]`, a number only between the limits.
+
+        CorruptFileError: it is missing, not exactly of type `kind`, NaN or infinite, or out of the limits.
+        """
         value = params.get(name)
         if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
             raise cls.corrupt(f"parameter {name}", f"of type {kind.__name__}, finite", repr(value)[:80])
+        if isinstance(value, int | float) and not smallest <= value <= largest:
+            raise cls.corrupt(f"parameter {name}", f"{smallest} to {largest}", repr(value)[:80])
         return value
 
     @classmethod

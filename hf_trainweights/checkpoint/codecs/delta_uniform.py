@@ -135,13 +135,9 @@ class DeltaUniform(Codec):
     def _decode(
         cls, payloads: Sequence[Tensor], params: Params, shape: torch.Size, dtype: torch.dtype, references: References
     ) -> Tensor:
-        step = cls.param(params, "step", float)
-        if not _SMALLEST_STEP <= step <= _LARGEST_STEP:
-            raise cls.corrupt("parameter step", f"{_SMALLEST_STEP} to {_LARGEST_STEP}", repr(step))
+        step = cls.param(params, "step", float, _SMALLEST_STEP, _LARGEST_STEP)
         has_anchor = cls.param(params, "anchor", bool)
-        shift = cls.param(params, "shift", int) if "shift" in params else 0
-        if not 0 <= shift < _PRIME:
-            raise cls.corrupt("parameter shift", f"0 to {_PRIME - 1}", repr(shift))
+        shift = cls.param(params, "shift", int, 0, _PRIME - 1) if "shift" in params else 0
         matrix = matrix_shape(shape)
         anchor = cls.needed(references, "anchor").view(matrix) if has_anchor else None
         cls.check_count(payloads, 2)

@@ -137,9 +137,7 @@ class LogRank1(Codec):
     def _decode(
         cls, payloads: Sequence[Tensor], params: Params, shape: torch.Size, dtype: torch.dtype, references: References
     ) -> Tensor:
-        step = cls.param(params, "step", int)
-        if not 1 <= step <= _LARGEST_STEP:
-            raise cls.corrupt("parameter step", f"1 to {_LARGEST_STEP}", str(step))
+        step = cls.param(params, "step", int, 1, _LARGEST_STEP)
         cls.check_count(payloads, 3)
 
         @cache
@@ -147,8 +145,11 @@ class LogRank1(Codec):
             return _factors(*decode_means(cls, payloads[2], *matrix_shape(shape)))
 
         def decode(rows: Rows, columns: slice, levels: np.ndarray, out: Placed) -> None:
-            row_factors, column_factors = factors()
-            _decode_tile(levels, (row_factors[rows], column_factors[columns]), step, out)
+            of_tile = factors()[0][rows], factors()[1][columns]
+            if library := compiled.library():
+                library.log_decode(levels, *of_tile, step << 23, *levels.shape, *out)
+            else:
+                fill(out, _values(levels, of_tile, step) * (levels != SAME))
 
         return decode_tiles(cls, payloads, shape, dtype, decode)
 
@@ -199,14 +200,6 @@ def _log2(x: np.ndarray) -> np.ndarray:
     for coefficient in _LOG2[-2::-1]:
         total = total * r + coefficient
     return total * r + ((above >> 23).astype(np.float32) - np.float32(32) * is_small)
-
-
-def _decode_tile(levels: np.ndarray, factors: Vectors, step: int, out: Placed) -> None:
-    """Fill a tile."""
-    if library := compiled.library():
-        library.log_decode(levels, *factors, step << 23, *levels.shape, *out)
-    else:
-        fill(out, _values(levels, factors, step) * (levels != SAME))
 
 
 def _values(levels: np.ndarray, factors: Vectors, step: int) -> np.ndarray:

@@ -98,14 +98,17 @@ class UpdateSpace(Codec):
     def _decode(
         cls, payloads: Sequence[Tensor], params: Params, shape: torch.Size, dtype: torch.dtype, references: References
     ) -> Tensor:
-        step = cls.param(params, "step", float)
-        if not _SMALLEST_STEP <= step <= _LARGEST_STEP:
-            raise cls.corrupt("parameter step", f"{_SMALLEST_STEP} to {_LARGEST_STEP}", repr(step))
+        step = cls.param(params, "step", float, _SMALLEST_STEP, _LARGEST_STEP)
         squares = cls.needed(references, "exp_avg_sq").view(matrix_shape(shape))
         cls.check_count(payloads, 2)
 
         def decode(rows: Rows, columns: slice, levels: np.ndarray, out: Placed) -> None:
-            _decode_tile(levels, rows_of(squares, rows, columns, "squares"), step, out)
+            # The arithmetic and its order are part of the format.
+            of_tile = rows_of(squares, rows, columns, "squares")
+            if library := compiled.library():
+                library.update_decode(levels, *of_tile, step, *levels.shape, *out)
+            else:
+                fill(out, levels * _unit(dense(of_tile), step))
 
         return decode_tiles(cls, payloads, shape, dtype, decode)
 
@@ -144,14 +147,6 @@ def _encode_tile(
     # Here the divisor is not the unit, which is zero: accept nothing but zero.
     errors[(unit < _TINY) & (m != 0)] = np.inf
     return place_levels(numbers, np.zeros(m.shape, bool), errors, _LIMIT, levels, row_sizes)
-
-
-def _decode_tile(levels: np.ndarray, squares: Placed, step: float, out: Placed) -> None:
-    """Fill a tile; the arithmetic and its order are part of the format."""
-    if library := compiled.library():
-        library.update_decode(levels, *squares, step, *levels.shape, *out)
-    else:
-        fill(out, levels * _unit(dense(squares), step))
 
 
 def _unit(squares: np.ndarray, step: float) -> np.ndarray:
