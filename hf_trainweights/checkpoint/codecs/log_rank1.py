@@ -12,9 +12,9 @@ P(k) = 2**(k/128), cut to 24 bits:
 | encode | level q = round((log2(v) - r - c) / step); zero has its own symbol |
 | decode | (2**(q * step) * P(128 r)) * P(128 c) in float32, then rounded to the tensor's dtype |
 
-The powers come from integer arithmetic, so decoding gives the same bits on every machine. An element that is
-negative, NaN or infinite, or would decode further off, is stored as it is (see `levels`); no other element decodes
-to zero, infinity or NaN.
+2**(q * step) is put together from its bits, and P is cut far from where float64 rounds, so decoding gives the same bits
+on every machine. An element that is negative, NaN or infinite, or would decode further off, is stored as it is (see
+`levels`); no other element decodes to zero, infinity or NaN.
 
 | payload | content |
 |---|---|
@@ -223,14 +223,11 @@ def _factors(row_means: Tensor, column_means: Tensor) -> Vectors:
 
 @cache
 def _mantissas() -> Tensor:
-    """Return 2**(k/128) for k = 0 ... 127, float32 [128], cut to 23 bits: integer arithmetic is exact."""
-    table = []
-    for k in range(128):
-        power = 1 << (23 * 128 + k)
-        for _ in range(7):  # the root of degree 2**7
-            power = math.isqrt(power)
-        table.append(power / 2**23)
-    return torch.tensor(table, dtype=torch.float32)
+    """Return 2**(k/128) for k = 0 ... 127, float32 [128], cut to 23 bits.
+
+    These are the same on every machine: no power but the first, 1, is nearer than 2**-39 to a multiple of 2**-23.
+    """
+    return torch.from_numpy(np.floor(np.exp2(np.arange(128) / 128) * 2**23) / 2**23).to(torch.float32)
 
 
 def _misfits(quotients: np.ndarray, limit: float) -> tuple[np.ndarray, float]:
