@@ -43,7 +43,6 @@ from hf_trainweights.checkpoint.codecs.coding.blocks import (
     ChunkedCodec,
     Chunks,
     Tile,
-    chunk_count,
     chunk_ranges,
     empty,
     matrix_shape,
@@ -106,7 +105,7 @@ class Planes(ChunkedCodec):
     ) -> Tensor:
         cls.check_count(payloads, 1)
         (itemsize, count), has_flags = word_layout(shape, dtype), "anchor" in cls.references
-        chunks = chunk_count(count)
+        chunks = -(-count // CHUNK)
         reader = BlockReader(cls, payloads[0], chunks * itemsize + has_flags)
         is_delta = reader.read(chunks * itemsize, chunks) if has_flags else np.zeros(chunks, bool)
         anchor = cls.needed(references, "anchor") if is_delta.any() else None

@@ -118,12 +118,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(buffer).view(dtype).view(shape)
 
 
-class _Scratch(threading.local):
-    def __init__(self) -> None:
-        self.buffers: dict[str, np.ndarray] = {}
-
-
-_scratch = _Scratch()
+_scratch = threading.local()
 
 
 def scratch(use: str, shape: Sequence[int], dtype: DTypeLike = np.float32) -> np.ndarray:
@@ -132,10 +127,10 @@ def scratch(use: str, shape: Sequence[int], dtype: DTypeLike = np.float32) -> np
     Each use has a buffer of its own, which grows to the largest shape and stays.
     """
     size_bytes = math.prod(shape) * np.dtype(dtype).itemsize
-    buffer = _scratch.buffers.get(use)
-    if buffer is None or len(buffer) < size_bytes:
-        buffer = _scratch.buffers[use] = np.empty(size_bytes, np.uint8)
-    return buffer[:size_bytes].view(dtype).reshape(shape)
+    buffers: dict[str, np.ndarray] = vars(_scratch)
+    if use not in buffers or len(buffers[use]) < size_bytes:
+        buffers[use] = np.empty(size_bytes, np.uint8)
+    return buffers[use][:size_bytes].view(dtype).reshape(shape)
 
 
 CHUNK = 1 << 18
@@ -146,11 +141,6 @@ def chunk_ranges(count: int, size: int = CHUNK) -> Iterator[slice]:
     """Yield the slices of `size` elements, the last one shorter, that make up `count` elements."""
     for start in range(0, count, size):
         yield slice(start, min(start + size, count))
-
-
-def chunk_count(count: int) -> int:
-    """Return how many slices `chunk_ranges` yields."""
-    return -(-count // CHUNK)
 
 
 class ByteBuffer:
