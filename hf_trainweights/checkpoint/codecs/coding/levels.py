@@ -101,7 +101,17 @@ class LevelWriter:
 
     def payloads(self) -> list[Tensor]:
         """Return the two payloads, when all tiles are done."""
-        return [_encode_levels(self._levels, self._row_sizes), torch.cat(self._exact).view(torch.uint8)]
+        classes = _row_classes(self._row_sizes) if _has_classes(*self._levels.shape) else np.empty(0, np.uint8)
+        order = classes.argsort(kind="stable") if len(classes) else None
+        blocks = BlockWriter(self._levels.size)
+        widths: list[int] = []
+        for width, high, low, escapes in _pack_tiles(self._levels, order):
+            widths.append(width)
+            for block in (high, low, int16_to_bytes(escapes)):
+                blocks.write(block)
+        blocks.write(np.array(widths, np.uint8))
+        blocks.write(classes)
+        return [blocks.payload(), torch.cat(self._exact).view(torch.uint8)]
 
 
 def to_levels(numbers: np.ndarray) -> np.ndarray:
@@ -165,29 +175,10 @@ def decode_tiles(
     return out.view(shape)
 
 
-def _encode_levels(levels: np.ndarray, row_sizes: np.ndarray) -> Tensor:
-    """Return the payload, 1-D uint8, of levels int16 [R, C], `SAME` and `EXACT` among them.
-
-    `row_sizes`, float64 [R], the sums of the sizes of a row's levels, decide which rows are coded together.
-    """
-    R, C = levels.shape
-    classes = _row_classes(row_sizes) if _has_classes(R, C) else np.empty(0, np.uint8)
-    order = classes.argsort(kind="stable") if len(classes) else None
-    blocks = BlockWriter(levels.size)
-    widths: list[int] = []
-    for width, high, low, escapes in _pack_tiles(levels, order):
-        widths.append(width)
-        for block in (high, low, int16_to_bytes(escapes)):
-            blocks.write(block)
-    blocks.write(np.array(widths, np.uint8))
-    blocks.write(classes)
-    return blocks.payload()
-
-
 def _decode_levels(
     codec: type[Codec], payload: Tensor, R: int, C: int
 ) -> Iterator[tuple[Rows, slice, np.ndarray, int]]:
-    """Undo `_encode_levels`: yield rows and columns, their levels, int16 [r, c], maybe scratch, and how many are exact.
+    """Yield rows and columns, their levels, int16 [r, c], maybe scratch, and how many of them are exact.
 
     CorruptFileError: the payload is damaged or does not fit the shape.
     """
