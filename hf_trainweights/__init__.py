@@ -20,7 +20,7 @@ from hf_trainweights.tensor.modules import dequantize_, get_model_size_in_bytes
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor, rebuild_quantized_tensor
 
 if TYPE_CHECKING:
-    from hf_trainweights.checkpoint.directory.discovery import latest
+    from hf_trainweights.checkpoint.directory import latest
     from hf_trainweights.checkpoint.loop.manager import CheckpointManager
     from hf_trainweights.checkpoint.trainer.callback import TrainWeightsCheckpointCallback
     from hf_trainweights.exports.compressed_tensors import export_compressed_tensors
@@ -89,7 +89,7 @@ __getattr__ = _lazy(
         "export_torchscript": "exports.torchscript",
         "import_directory": "imports.directory",
         "inspect_weights": "inspection.listing",
-        "latest": "checkpoint.directory.discovery",
+        "latest": "checkpoint.directory",
         "load_file": "models.saving.single_file",
         "quantize_directory": "models.directory",
         "save_file": "models.saving.single_file",

@@ -1,7 +1,7 @@
 """What takes part in PyTorch's own tools for more than one machine."""
 
 from hf_trainweights.checkpoint.dcp.reader import TrainWeightsReader
-from hf_trainweights.checkpoint.directory.discovery import latest_on_all_ranks
+from hf_trainweights.checkpoint.directory import latest_on_all_ranks
 from hf_trainweights.checkpoint.sharded.conversion import restore_as_dcp, restore_as_model
 from hf_trainweights.checkpoint.sharded.model_state import ModelState
 from hf_trainweights.checkpoint.sharded.writer import TrainWeightsWriter

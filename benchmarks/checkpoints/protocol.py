@@ -25,7 +25,7 @@ from safetensors.torch import save_file as save_safetensors
 
 from benchmarks.checkpoints.runs import MINILM, NAMES_FILE, RUNS, SAVES, STEPS_AFTER, Course, train
 from hf_trainweights import TrainWeightsCheckpointCallback
-from hf_trainweights.checkpoint.directory.layout import compress_directory
+from hf_trainweights.checkpoint.directory import compress_directory
 from hf_trainweights.checkpoint.manifest import Manifest
 from hf_trainweights.checkpoint.whole.sources import OPTIMIZER_NAME
 from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME

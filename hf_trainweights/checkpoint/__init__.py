@@ -7,9 +7,13 @@ from hf_trainweights.lazy import lazy as _lazy
 if TYPE_CHECKING:
     from hf_trainweights.checkpoint.codecs import register_codec
     from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor
-    from hf_trainweights.checkpoint.directory.discovery import find_checkpoints, latest
-    from hf_trainweights.checkpoint.directory.garbage import collect_garbage
-    from hf_trainweights.checkpoint.directory.layout import compress_directory, restore_directory
+    from hf_trainweights.checkpoint.directory import (
+        collect_garbage,
+        compress_directory,
+        find_checkpoints,
+        latest,
+        restore_directory,
+    )
     from hf_trainweights.checkpoint.encoded.base_weights import register_base
     from hf_trainweights.checkpoint.loop.manager import CheckpointManager
     from hf_trainweights.checkpoint.loop.training_state import (
@@ -52,15 +56,15 @@ __getattr__ = _lazy(
         "Policy": "planning.policy",
         "VersionedModelSaver": "versions",
         "build_checkpoint": "loop.training_state",
-        "collect_garbage": "directory.garbage",
-        "compress_directory": "directory.layout",
-        "find_checkpoints": "directory.discovery",
-        "latest": "directory.discovery",
+        "collect_garbage": "directory",
+        "compress_directory": "directory",
+        "find_checkpoints": "directory",
+        "latest": "directory",
         "load_checkpoint": "loop.training_state",
         "register_base": "encoded.base_weights",
         "register_codec": "codecs",
         "restore_checkpoint": "loop.training_state",
-        "restore_directory": "directory.layout",
+        "restore_directory": "directory",
         "save_checkpoint": "loop.training_state",
         "verify_checkpoint": "run.verification",
     },

@@ -11,8 +11,7 @@ from bases import put_into_cache, trainer_checkpoint, weights
 from huggingface_hub import constants
 from simulated_disk import replay
 
-from hf_trainweights.checkpoint.directory.discovery import latest
-from hf_trainweights.checkpoint.directory.layout import compress_directory, restore_directory
+from hf_trainweights.checkpoint.directory import compress_directory, latest, restore_directory
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 from hf_trainweights.checkpoint.whole.sources import read_weights, weight_files
 

@@ -15,9 +15,7 @@ from safetensors.torch import load_file as load_safetensors
 from safetensors.torch import save_file
 from simulated_disk import OUTCOMES, FailingDisk, replay
 
-from hf_trainweights.checkpoint.directory.discovery import latest
-from hf_trainweights.checkpoint.directory.garbage import remove_checkpoint
-from hf_trainweights.checkpoint.directory.layout import compress_directory, restore_directory
+from hf_trainweights.checkpoint.directory import compress_directory, latest, remove_checkpoint, restore_directory
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.loop.manager import CheckpointManager
 from hf_trainweights.checkpoint.loop.training_state import load_checkpoint, save_checkpoint, save_training_state

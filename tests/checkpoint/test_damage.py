@@ -15,8 +15,7 @@ from covering import by_default, exhaustive
 from torch import nn
 from trees import fingerprint
 
-from hf_trainweights.checkpoint.directory.discovery import latest
-from hf_trainweights.checkpoint.directory.garbage import collect_garbage
+from hf_trainweights.checkpoint.directory import collect_garbage, latest
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_report, read_structure
 from hf_trainweights.checkpoint.loop.manager import CheckpointManager
 from hf_trainweights.checkpoint.loop.training_state import load_checkpoint

@@ -11,7 +11,7 @@ import pytest
 import torch
 from trees import each_flipped_bit
 
-from hf_trainweights.checkpoint.directory.layout import compress_directory, restore_directory
+from hf_trainweights.checkpoint.directory import compress_directory, restore_directory
 from hf_trainweights.checkpoint.manifest import (
     MANIFEST_NAME,
     FileEntry,

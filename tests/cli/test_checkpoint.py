@@ -18,8 +18,7 @@ from trees import trained
 from typer.testing import CliRunner
 
 from hf_trainweights import checkpoint
-from hf_trainweights.checkpoint.directory.discovery import latest
-from hf_trainweights.checkpoint.directory.layout import compress_directory
+from hf_trainweights.checkpoint.directory import compress_directory, latest
 from hf_trainweights.checkpoint.loop.training_state import build_checkpoint, save_checkpoint
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
 from hf_trainweights.errors import CorruptFileError

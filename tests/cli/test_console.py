@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import hf_trainweights
-from hf_trainweights.checkpoint.directory.layout import compress_directory
+from hf_trainweights.checkpoint.directory import compress_directory
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, FileEntry
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.files.reading import sign_json

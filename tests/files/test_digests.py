@@ -18,7 +18,7 @@ from architectures import ARCHITECTURES, outputs
 from transformers import PreTrainedModel
 
 from hf_trainweights import TrainWeightsConfig, latest, quantize_, verify_model
-from hf_trainweights.checkpoint.directory.layout import compress_directory
+from hf_trainweights.checkpoint.directory import compress_directory
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.digests import digests_name, write_digests

@@ -21,7 +21,7 @@ from torch import nn
 
 from hf_trainweights import TrainWeightsConfig
 from hf_trainweights.checkpoint.dcp.contents import ShardedContents
-from hf_trainweights.checkpoint.directory.layout import compress_directory
+from hf_trainweights.checkpoint.directory import compress_directory
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.inspection.difference import compare_checkpoints
 from hf_trainweights.inspection.listing import Entry, inspect_weights, total_bytes

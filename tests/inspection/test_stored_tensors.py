@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hf_trainweights.checkpoint.directory.layout import compress_directory
+from hf_trainweights.checkpoint.directory import compress_directory
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.inspection.stored_tensors import find_parts, read_tensors
 

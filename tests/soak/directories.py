@@ -10,9 +10,7 @@ from safetensors.torch import load_file as load_safetensors
 from safetensors.torch import save_file
 from soak.scenario import Scenario, require, require_equal, require_no_leftovers
 
-from hf_trainweights.checkpoint.directory.discovery import latest
-from hf_trainweights.checkpoint.directory.garbage import collect_garbage
-from hf_trainweights.checkpoint.directory.layout import compress_directory, restore_directory
+from hf_trainweights.checkpoint.directory import collect_garbage, compress_directory, latest, restore_directory
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 

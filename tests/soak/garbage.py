@@ -9,7 +9,7 @@ import traceback
 from soak.scenario import require
 from soak.training import ManagerLossless, TrainerLossless, Training
 
-from hf_trainweights.checkpoint.directory.garbage import collect_garbage
+from hf_trainweights.checkpoint.directory import collect_garbage
 from hf_trainweights.files import disk
 
 

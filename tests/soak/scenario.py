@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.directory.discovery import check_checkpoint
+from hf_trainweights.checkpoint.directory import check_checkpoint
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_report
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
 from hf_trainweights.checkpoint.run.checkpoints import MARK_NAME, checkpoint_directories

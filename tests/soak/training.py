@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from hf_trainweights import TrainWeightsCheckpointCallback
-from hf_trainweights.checkpoint.directory.discovery import latest
+from hf_trainweights.checkpoint.directory import latest
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.loop.manager import CheckpointManager
 from hf_trainweights.checkpoint.loop.training_state import load_checkpoint

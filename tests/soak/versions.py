@@ -8,7 +8,7 @@ import torch
 from soak.scenario import Scenario, require, require_equal, require_no_leftovers
 from torch import nn
 
-from hf_trainweights.checkpoint.directory.garbage import collect_garbage
+from hf_trainweights.checkpoint.directory import collect_garbage
 from hf_trainweights.checkpoint.versions import VersionedModelSaver
 
 VERSIONS = [f"1.0.{number}" for number in range(12)]

@@ -15,8 +15,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from hf_trainweights.checkpoint.directory.discovery import latest
-from hf_trainweights.checkpoint.directory.garbage import collect_garbage, remove_checkpoint
+from hf_trainweights.checkpoint.directory import collect_garbage, latest, remove_checkpoint
 from hf_trainweights.checkpoint.loop.progress import Boundary, Progress, state_from_bytes
 from hf_trainweights.checkpoint.loop.training_state import (
     build_checkpoint,

@@ -12,8 +12,7 @@ import threading
 from functools import partial
 from pathlib import Path
 
-from hf_trainweights.checkpoint.directory.discovery import find_checkpoints
-from hf_trainweights.checkpoint.directory.layout import layout_of
+from hf_trainweights.checkpoint.directory import find_checkpoints, layout_of
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, total_rounding
 from hf_trainweights.checkpoint.run.job import SaveJob
 from hf_trainweights.checkpoint.run.verification import progress_problem, size_bytes, verify_checkpoint

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from checkpoint.runs import cut, save
 
-from hf_trainweights.checkpoint.directory import discovery
-from hf_trainweights.checkpoint.directory.discovery import find_checkpoints, latest
+from hf_trainweights.checkpoint import directory
+from hf_trainweights.checkpoint.directory import find_checkpoints, latest
 from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 
@@ -97,7 +97,7 @@ def test_a_checkpoint_that_the_disk_refuses_to_read_is_passed_over(tmp_path, mon
             raise OSError(errno.EIO, "Input/output error")
         return verify_checkpoint(path)
 
-    monkeypatch.setattr(discovery, "verify_checkpoint", verify)
+    monkeypatch.setattr(directory, "verify_checkpoint", verify)
     with pytest.warns(UserWarning, match=r"checkpoint-2 is passed over: cannot be read: .*Input/output error"):
         assert latest(tmp_path) == str(older)
 

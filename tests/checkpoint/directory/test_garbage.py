@@ -7,8 +7,8 @@ import pytest
 import torch
 from covering import by_default
 
-from hf_trainweights.checkpoint.directory import garbage
-from hf_trainweights.checkpoint.directory.garbage import collect_garbage, remove_checkpoint
+from hf_trainweights.checkpoint import directory as checkpoint_directory
+from hf_trainweights.checkpoint.directory import collect_garbage, remove_checkpoint
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.job import rewriting
 from hf_trainweights.checkpoint.whole import rewriting as whole_rewriting
@@ -84,7 +84,9 @@ def test_an_anchor_that_a_save_in_place_has_just_linked_is_no_garbage(tmp_path):
     assert collect_garbage(tmp_path) == [anchor]
 
 
-@pytest.mark.parametrize(("module", "moment"), [(whole_rewriting, "unused_anchors"), (garbage, "remove_abandoned")])
+@pytest.mark.parametrize(
+    ("module", "moment"), [(whole_rewriting, "unused_anchors"), (checkpoint_directory, "remove_abandoned")]
+)
 def test_a_checkpoint_that_goes_while_garbage_is_collected_is_left_to_whoever_removes_it(
     tmp_path, monkeypatch, module, moment
 ):

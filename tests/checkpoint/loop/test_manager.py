@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from trees import fingerprint
 
-from hf_trainweights.checkpoint.directory.discovery import latest
+from hf_trainweights.checkpoint.directory import latest
 from hf_trainweights.checkpoint.loop import training_state
 from hf_trainweights.checkpoint.loop.manager import CheckpointManager, scaler_update_hook
 from hf_trainweights.checkpoint.loop.progress import rng_state

@@ -7,7 +7,7 @@ from checkpoint.loops import OPTIMIZERS, SCHEDULERS, Net, everything, seed, stat
 from torch import nn
 from trees import fingerprint
 
-from hf_trainweights.checkpoint.directory.layout import compress_directory
+from hf_trainweights.checkpoint.directory import compress_directory
 from hf_trainweights.checkpoint.loop.training_state import (
     build_checkpoint,
     load_checkpoint,

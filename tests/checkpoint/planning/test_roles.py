@@ -13,7 +13,7 @@ from checkpoint.loops import Net
 from torch import nn
 from trees import fingerprint
 
-from hf_trainweights.checkpoint.directory.layout import compress_directory
+from hf_trainweights.checkpoint.directory import compress_directory
 from hf_trainweights.checkpoint.planning.roles import (
     find_buffers,
     is_optimizer_state,

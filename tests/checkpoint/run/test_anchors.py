@@ -7,8 +7,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from hf_trainweights.checkpoint.directory.discovery import latest
-from hf_trainweights.checkpoint.directory.garbage import collect_garbage
+from hf_trainweights.checkpoint.directory import collect_garbage, latest
 from hf_trainweights.checkpoint.encoded.decoder import Anchor
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.loop.training_state import load_checkpoint, save_training_state

@@ -9,9 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hf_trainweights.checkpoint.directory.discovery import find_checkpoints, latest
-from hf_trainweights.checkpoint.directory.garbage import collect_garbage
-from hf_trainweights.checkpoint.directory.layout import compress_directory
+from hf_trainweights.checkpoint.directory import collect_garbage, compress_directory, find_checkpoints, latest
 from hf_trainweights.checkpoint.run.checkpoints import MARK_NAME, converted_weights_problem, mark_run
 from hf_trainweights.errors import SaveError
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_trainweights.checkpoint.directory.layout import compress_directory
+from hf_trainweights.checkpoint.directory import compress_directory
 from hf_trainweights.checkpoint.loop.manager import CheckpointManager
 from hf_trainweights.checkpoint.sharded.writer import TrainWeightsWriter
 from hf_trainweights.checkpoint.trainer.callback import TrainWeightsCheckpointCallback

@@ -7,8 +7,7 @@ from checkpoint.runs import cut, save
 from safetensors.torch import save_file
 from trees import each_flipped_bit
 
-from hf_trainweights.checkpoint.directory.discovery import latest
-from hf_trainweights.checkpoint.directory.layout import compress_directory, restore_directory
+from hf_trainweights.checkpoint.directory import compress_directory, latest, restore_directory
 from hf_trainweights.checkpoint.encoded import base_weights, reader
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.manifest import (

@@ -22,7 +22,7 @@ from trees import fingerprint
 
 from hf_trainweights.checkpoint import collect_garbage, compress_directory, latest, restore_directory, verify_checkpoint
 from hf_trainweights.checkpoint.dcp.contents import ShardedContents
-from hf_trainweights.checkpoint.directory.layout import layout_of
+from hf_trainweights.checkpoint.directory import layout_of
 from hf_trainweights.checkpoint.encoded import reader
 from hf_trainweights.checkpoint.manifest import read_manifest, total_rounding
 from hf_trainweights.checkpoint.planning.policy import Policy

@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import save_file
 from trees import fingerprint, trained
 
-from hf_trainweights.checkpoint.directory.discovery import latest
-from hf_trainweights.checkpoint.directory.layout import compress_directory, restore_directory
+from hf_trainweights.checkpoint.directory import compress_directory, latest, restore_directory
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file
 from hf_trainweights.checkpoint.loop.training_state import build_checkpoint, save_checkpoint
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest

@@ -12,8 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from hf_trainweights import latest
-from hf_trainweights.checkpoint.directory.discovery import check_checkpoint
-from hf_trainweights.checkpoint.directory.garbage import collect_garbage
+from hf_trainweights.checkpoint.directory import check_checkpoint, collect_garbage
 from hf_trainweights.checkpoint.encoded import reader
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest

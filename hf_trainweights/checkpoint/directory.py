@@ -1,0 +1,339 @@
+"""A checkpoint directory, whichever of the two layouts it has: found, cleaned, made small and made plain.
+
+Here alone is asked which layout it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_trainweights.checkpoint.dcp.contents import dcp_directories
+from hf_trainweights.checkpoint.encoded.anchor import register_anchor_directory
+from hf_trainweights.checkpoint.encoded.base_weights import find_base
+from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
+from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hf_trainweights.checkpoint.planning.modes import ModeName
+from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.run.anchors import unused_anchors
+from hf_trainweights.checkpoint.run.checkpoints import (
+    checkpoint_directories,
+    checkpoint_step,
+    converted_weights_problem,
+)
+from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, BaseChoice, SaveJob, require_count
+from hf_trainweights.checkpoint.run.ranks import Ranks, all_ranks
+from hf_trainweights.checkpoint.run.verification import progress_problem, require_undamaged, verify_checkpoint
+from hf_trainweights.checkpoint.sharded.rewriting import ShardedLayout
+from hf_trainweights.checkpoint.whole.rewriting import WholeLayout
+from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.files import disk
+from hf_trainweights.files.atomic import remove_tree
+from hf_trainweights.files.staging import remove_abandoned
+from hf_trainweights.files.temporary import lock_directory, move_aside
+
+Layout = WholeLayout | ShardedLayout
+"""How a checkpoint lies on the disk. Both have the same functions, and `directories`: itself, then those in it."""
+
+
+def layout_of(path: Path) -> Layout:
+    """Return the layout of a checkpoint; of a directory that holds none, that of whole files."""
+    parts = dcp_directories(path)
+    return ShardedLayout(path, parts) if parts else WholeLayout(path)
+
+
+def plain_problem(path: Path) -> str | None:
+    """Say why a checkpoint without a manifest cannot be used; None if all that a resume needs can be read."""
+    return progress_problem(path) or layout_of(path).problem()
+
+
+def register_checkpoint(path: Path) -> None:
+    """Look for anchors in a checkpoint, wherever it was when it was written."""
+    for directory in layout_of(path).directories:
+        register_anchor_directory(directory)
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A checkpoint directory and whether it can be used.
+
+    Args:
+        path: The directory.
+        step: The number in its name.
+        manifest: Its manifest; None for a plain directory or a damaged manifest.
+        problem: Why it cannot be used, or None.
+    """
+
+    path: Path
+    step: int
+    manifest: Manifest | None
+    problem: str | None
+
+    @property
+    def verified(self) -> bool:
+        """Whether every file was compared with a digest; a plain directory is only checked for completeness."""
+        return self.manifest is not None and self.problem is None
+
+
+def find_checkpoints(root: str | Path) -> Iterator[FoundCheckpoint]:
+    """Check the checkpoints in `root` one after the other, newest first; each is read when it is asked for.
+
+    Args:
+        root: Where a run keeps its checkpoints.
+
+    Yields:
+        One entry per `checkpoint-<step>` directory.
+
+    Raises:
+        OSError: `root` cannot be read.
+    """
+    for path in checkpoint_directories(root):
+        yield check_checkpoint(path)
+
+
+def check_checkpoint(path: Path) -> FoundCheckpoint:
+    """Check a directory called `checkpoint-<step>`: against its manifest, or for completeness where it has none."""
+    step = checkpoint_step(path)
+    try:
+        if not (path / MANIFEST_NAME).exists():
+            return FoundCheckpoint(path, step, None, plain_problem(path) or converted_weights_problem(path))
+        report = verify_checkpoint(path)
+        problem = "; ".join(f"{name} {what}" for name, what in report.problems.items())
+        return FoundCheckpoint(path, step, report.manifest, problem or converted_weights_problem(path))
+    except OSError as error:
+        return FoundCheckpoint(path, step, None, f"cannot be read: {error}")
+
+
+def latest(root: str | Path) -> str | None:
+    """Return the newest checkpoint that is whole.
+
+    That is one whose manifest verifies, or a directory without a manifest, a Trainer's own for example, that has a
+    `trainer_state.json` (or `trainweights_state.pt`), weights that open and, if there is an `optimizer.pt`, a readable
+    one. Such a plain directory has no digests, so it counts as unverified; `find_checkpoints` tells the two apart. A
+    directory from which a Trainer would resume with weights at their starting values is passed over as well.
+
+    Args:
+        root: Where a run keeps its `checkpoint-<step>` directories; it may be missing.
+
+    Returns:
+        The path, for `Trainer.train(resume_from_checkpoint=...)` or `load_checkpoint`; None if there is none. Each
+        newer directory that was passed over is reported as a warning with the reason.
+
+    Raises:
+        MissingAnchorError: None is whole, and the base that one of them needs is gone: a run that began anew would
+            write over it.
+        CorruptFileError: Likewise, and the base has changed.
+        OSError: `root` cannot be read.
+
+    Examples:
+        >>> import tempfile
+        >>> latest(tempfile.mkdtemp()) is None
+        True
+    """
+    passed_over = []
+    for found in find_checkpoints(root):
+        if found.problem is None:
+            register_checkpoint(found.path)
+            return str(found.path)
+        warnings.warn(f"{found.path} is passed over: {found.problem}", stacklevel=2)
+        passed_over.append(found)
+    for found in passed_over:
+        if found.manifest is not None and found.manifest.base is not None:
+            find_base(found.manifest.base, found.path.absolute())
+    return None
+
+
+def latest_on_all_ranks(root: str | Path, group: Any = None) -> str | None:
+    """Return what `latest` finds, on every rank the same; every rank of the group calls it.
+
+    The first rank reads and verifies the checkpoints, so their bytes are read once and not once by each rank.
+
+    Args:
+        root: Where a run keeps its `checkpoint-<step>` directories; it may be missing.
+        group: The process group. Default: all ranks. Without a process group this is `latest`.
+
+    Returns:
+        The path, or None if there is none.
+
+    Raises:
+        OSError: `root` cannot be read by the first rank; on every rank.
+
+    Examples:
+        >>> import tempfile
+        >>> latest_on_all_ranks(tempfile.mkdtemp()) is None
+        True
+    """
+    found = (Ranks(group) if group else all_ranks()).decide(lambda: latest(root))
+    if found is not None:
+        register_checkpoint(Path(found))
+    return found
+
+
+def compress_directory(
+    path: str | Path,
+    *,
+    mode: ModeName = "lossless",
+    rules: Mapping[str, Any] | None = None,
+    keep_weights: bool = False,
+    buffers: Collection[str] | None = None,
+    optimizer_names: Mapping[Any, str] | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    anchor_every: int = ANCHOR_EVERY_SAVES,
+    anchor: str | Path | None = None,
+    keep_base: bool = False,
+    weights_only: bool = False,
+) -> Manifest:
+    """Turn a checkpoint directory of the Trainer, or of torch.save, into a small one.
+
+    Weights become one `pytorch_model.bin` (`adapter_model.bin`), other torch files keep their names; a file that
+    cannot be encoded stays as it is, with a warning. Calling it again with the same choices changes nothing.
+
+    Args:
+        path: The directory. Others called `checkpoint-<step>` beside it may hold the anchor.
+        mode: A mode of `Policy`.
+        rules: Rules of `Policy`.
+        keep_weights: Leave the weight files as they are, plain.
+        buffers: Names of weights that are buffers. Default: what an earlier save recorded, else see `find_buffers`.
+        optimizer_names: Names of the optimizer's parameters by their index in `optimizer.pt`.
+        metrics: For the manifest.
+        anchor_every: The most checkpoints one anchor serves, at least 1.
+        anchor: Plain weights outside the run, a directory or a file, that its first checkpoint is stored against.
+        keep_base: Keep those weights in the run, linked or copied, so that the checkpoint needs nothing outside.
+        weights_only: Take a model without training state as well. `restore_directory` gives it back its safetensors.
+
+    Returns:
+        The manifest that was written.
+
+    Raises:
+        ConfigError: An option is wrong, a rule names nothing there, there is nothing at `path` or `anchor`,
+            or there is a model without training state and not `weights_only`.
+        CorruptFileError: A file is damaged or does not fit the manifest, or two files hold different states and nothing
+            tells which one is newer; nothing has changed.
+        UnsupportedError: It is of DeepSpeed, or of FSDP with LOCAL_STATE_DICT, or it is sharded and there is an
+            `anchor` or `keep_weights`.
+        SaveError: The disk is full or refuses; every file is whole, old or new.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> path = Path(tempfile.mkdtemp())
+        >>> torch.save({"weight": torch.zeros(64, 64)}, path / "pytorch_model.bin")
+        >>> compress_directory(path).mode
+        'lossless'
+    """
+    path = Path(path).absolute()
+    base = None if anchor is None else BaseChoice(Path(anchor).absolute(), keep_base)
+    wanted: dict[str, Any] = {"keep_weights": keep_weights, "weights_only": weights_only}
+    known: dict[str, Any] = {"buffers": buffers, "optimizer_names": optimizer_names or {}, "metrics": metrics}
+    saves = require_count("anchor_every", anchor_every)
+    return layout_of(path).compress(SaveJob(path, Policy(mode, rules or {}), saves, base, **wanted, **known))
+
+
+def restore_directory(path: str | Path) -> Manifest:
+    """Turn a small checkpoint directory back into plain files that torch.load reads without this package.
+
+    Args:
+        path: The directory. It may have been moved.
+
+    Returns:
+        The manifest that was written, its mode "plain".
+
+    Raises:
+        ConfigError: There is no checkpoint at `path`.
+        CorruptFileError: Something in it is damaged; nothing has changed unless only decoding shows it.
+        MissingAnchorError: It was moved without the anchor it needs.
+        SaveError: The disk is full or refuses; every file is whole, small or plain.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> path = Path(tempfile.mkdtemp())
+        >>> torch.save({"weight": torch.zeros(64, 64)}, path / "pytorch_model.bin")
+        >>> compress_directory(path).mode, restore_directory(path).mode
+        ('lossless', 'plain')
+    """
+    return layout_of(Path(path).absolute()).restore()
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint directory: it is gone in one step, its files follow; others keep their links to anchors."""
+    claim = move_aside(path)
+    try:
+        remove_tree(claim.path)
+    finally:
+        claim.release()
+
+
+def collect_garbage(root: str | Path, *, dry_run: bool = False) -> list[Path]:
+    """Remove the leftovers of interrupted saves in a run: temporary files, and anchors that no file refers to.
+
+    Where any checkpoint of the run has a file that is damaged, or that cannot be read, all anchors stay, because that
+    file may need any of them once it is repaired. A warning names it.
+
+    Args:
+        root: Where the run keeps its `checkpoint-<step>` directories, or one of these.
+        dry_run: Only say what would be removed.
+
+    Returns:
+        Paths that were removed, sorted. Files that a living process writes stay.
+
+    Raises:
+        OSError: Something cannot be read or removed.
+
+    Examples:
+        >>> import tempfile
+        >>> collect_garbage(tempfile.mkdtemp())
+        []
+    """
+    root = Path(root)
+    removed: list[Path] = []
+    checkpoints = checkpoint_directories(root)
+    damage = functools.cache(lambda: _damage(checkpoints or [root]))
+    for checkpoint in (root, *checkpoints):
+        with contextlib.suppress(FileNotFoundError):  # another process removes the checkpoint
+            layout = layout_of(checkpoint)
+            for directory in layout.directories:
+                removed += _collect(layout, directory, damage, dry_run=dry_run)
+    return sorted(removed)
+
+
+def _collect(layout: Layout, directory: Path, damage: Callable[[], str | None], *, dry_run: bool) -> list[Path]:
+    """Remove what is left over in one directory, unless someone writes in it."""
+    if not directory.is_dir():
+        return []
+    with lock_directory(directory) as is_free:
+        if not is_free:
+            return []
+        unused = layout.unlisted(directory)
+        if any(path.suffix == ANCHOR_SUFFIX for path in unused) and damage():
+            unused = [path for path in unused if path.suffix != ANCHOR_SUFFIX]
+        for path in () if dry_run else unused:
+            disk.file_system.unlink(path)
+        return [*unused, *remove_abandoned(directory, dry_run=dry_run)]
+
+
+def _damage(checkpoints: Sequence[Path]) -> str | None:
+    """Say, also in a warning, which checkpoint of a run cannot be read whole; None if all can."""
+    for directory in checkpoints:
+        problem = _problem(directory)
+        if problem and directory.is_dir():  # otherwise another process has removed it
+            warnings.warn(
+                f"All anchors stay, because a damaged file may need them: {directory}: {problem}", stacklevel=4
+            )
+            return problem
+    return None
+
+
+def _problem(directory: Path) -> str | None:
+    """Say which file of a checkpoint is damaged or cannot be read, or return None."""
+    try:
+        if (directory / MANIFEST_NAME).exists():
+            problems = verify_checkpoint(directory).problems
+            return "; ".join(f"{name} {what}" for name, what in problems.items()) or None
+        require_undamaged(directory, [anchor.name for anchor in unused_anchors(directory)])
+    except (CorruptFileError, OSError) as error:
+        return str(error)
+    return None
