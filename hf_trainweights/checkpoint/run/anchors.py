@@ -2,7 +2,7 @@
 
 Every checkpoint of a run refers to one earlier weights file, the anchor, by its DECODED values, so errors never add up.
 Exact checkpoints form a star around a full one. Rounded ones form a short chain: each is the next one's anchor until
-reading takes `MOST_FILES`, then they form a star around the last. Every directory holds links to all files that reading
+reading takes five files, then they form a star around the last. Every directory holds links to all files that reading
 it takes. The manifest of each checkpoint carries the `AnchorRecord`, so the run goes on after a restart, and any one
 surviving checkpoint is enough to continue it.
 
@@ -34,20 +34,14 @@ from hf_trainweights.checkpoint.encoded.workers import in_order, worker_count
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest, require_anchor
 from hf_trainweights.checkpoint.planning.policy import SIZE_FLOOR
 from hf_trainweights.checkpoint.planning.roles import is_number, is_optimizer_state
-from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, steps_since_last_save
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.atomic import link_or_copy, remove_files
 from hf_trainweights.files.reading import TORCH_SUFFIXES, open_pickle
 
 _CHUNK_BYTES = 1 << 20
 
-# How many files reading weights takes at most. In a language model from scratch a save 150 steps after its anchor takes
-# 4.7 bits a weight, one 50 steps after it 3.2; each link costs a reader the time to decode the weights once more.
-MOST_FILES = 5
 # A delta that costs one bit per weight more than the first one did is twice as large: the anchor has aged.
 _REFRESH_BITS = 1.0
-# Of a base, see base.py.
-_BASE_REFRESH_BITS = 2.0
 # Where saves lie further apart, or nobody knows how far, the estimate is too small: steps get finer, never too coarse.
 _MOST_STEPS = 100
 
@@ -125,49 +119,6 @@ class AnchorCandidate:
             record = replace(record, interval_steps=self.interval_steps)
         bits = bits_per_weight + math.log2(self.fineness)
         return replace(record, first_bits=bits if record.first_bits is None else record.first_bits, last_bits=bits)
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightsAnchor(AnchorCandidate):
-    """An anchor on disk, or a base, that the next checkpoint in whole files may use, and maybe keeps.
-
-    `path` is the file under the name that it has in the checkpoint that holds it; of a base the checkpoint directory
-    that may keep its files.
-    """
-
-    path: Path
-    base: Base | None = None
-    keep_base: bool = False
-
-    def is_spent(self, anchor_every: int) -> bool:
-        """Tell whether the next checkpoint should begin a new anchor; a base serves any number of them."""
-        return super().is_spent(anchor_every) if self.base is None else self.record.has_aged(_BASE_REFRESH_BITS)
-
-
-def find_anchor_candidate(path: Path, weights_name: str) -> WeightsAnchor | None:
-    """Return the anchor, or base, of the newest other checkpoint of a run whose manifest reads and that has one.
-
-    `weights_name` is that of the weights file in each, which may be the anchor itself. Digests are checked when it is
-    opened.
-    """
-    others = [each for each in checkpoint_directories(path.parent) if each.absolute() != path.absolute()]
-    for directory in others:
-        try:
-            manifest = read_manifest(directory)
-            record = AnchorRecord.from_dict(manifest.anchor) if manifest.anchor else None
-        except (CorruptFileError, OSError):
-            continue
-        if record is None:
-            continue
-        if manifest.base is not None and manifest.base.sha256 == record.sha256:
-            base = {"base": manifest.base, "keep_base": manifest.keeps_base}
-            return WeightsAnchor(path=directory, record=record, interval_steps=steps_since_last_save(path), **base)
-        weights = manifest.files.get(weights_name)
-        is_anchor_itself = weights is not None and weights.sha256 == record.sha256
-        anchor = directory / (weights_name if is_anchor_itself else anchor_file_name(record.sha256))
-        if anchor.is_file() and not anchor.is_symlink():
-            return WeightsAnchor(path=anchor, record=record, interval_steps=steps_since_last_save(path))
-    return None
 
 
 def link_anchor(source: Path, sha256: str, directory: Path) -> Anchor | None:

@@ -1,4 +1,4 @@
-"""One checkpoint that is being saved: what each step must know, and one that is rewritten where it lies.
+"""What the saves of a run are given, its base and the job of one checkpoint; and one that is rewritten where it lies.
 
 There its manifest goes first and comes back last.
 """
@@ -13,6 +13,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate.utils import extract_model_from_parallel
+from torch import nn
+
+from hf_trainweights.checkpoint.encoded.base_weights import (
+    BaseWeights,
+    cached_snapshots,
+    identify_base,
+    register_base,
+    require_weights,
+)
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_report
 from hf_trainweights.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -25,14 +36,18 @@ from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.anchors import unused_anchors
 from hf_trainweights.checkpoint.run.ranks import Ranks
 from hf_trainweights.checkpoint.run.verification import RNG_PREFIX, TRAINER_STATE_NAME, file_problem, list_files
-from hf_trainweights.errors import ConfigError
+from hf_trainweights.errors import ConfigError, TrainWeightsError, UnsupportedError
 from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import create_file, remove_files, replace_file, save_errors
 from hf_trainweights.files.disk import lock_directory
 from hf_trainweights.files.reading import DigestedFile, is_torch_file, open_regular_file
 from hf_trainweights.files.staging import remove_abandoned
+from hf_trainweights.models.host.origin import model_origin
 
 ANCHOR_EVERY_SAVES = 8
+
+# The choice of a base that means what the model was loaded from.
+_OF_THE_MODEL = "base"
 
 # Keys in a manifest's metadata that say how the directory was rewritten.
 _CHOICES = ("policy", "keep_weights", "anchor")
@@ -51,6 +66,76 @@ class BaseChoice:
 
     path: Path
     keep: bool = False
+
+
+class RunBase:
+    """The base of a run: found once, before anything is saved; without one, or before it is found, `choice` is None.
+
+    `anchor` is `"base"` for the weights that the model was loaded from, a directory or a file of weights, or None.
+    ConfigError: there are no weights, or `keep` has nothing to keep.
+    """
+
+    def __init__(self, anchor: str | Path | None, keep: bool):
+        if keep and anchor is None:
+            raise ConfigError("keep_base", "an anchor to keep", "none", 'Pass anchor="base", or a path.')
+        self._keep = keep
+        self._is_sought = anchor == _OF_THE_MODEL
+        self.choice: BaseChoice | None = None
+        if anchor is not None and not self._is_sought:
+            self._choose(Path(anchor))
+
+    def require_whole_files(self, is_sharded: bool) -> None:
+        """Check that the checkpoints can have a base; UnsupportedError: each rank writes its own part of them."""
+        if is_sharded and (self._is_sought or self.choice is not None):
+            next_step = "Leave `anchor` out, or have FSDP save FULL_STATE_DICT."
+            raise UnsupportedError("anchor", "checkpoints in whole files", "sharded ones", next_step)
+
+    def find(self, model: nn.Module | None) -> None:
+        """Find the weights that a model, of an adapter its base model, was loaded from, if they are wanted.
+
+        A base that is known already is registered once more: whoever was pickled for this process left that behind.
+        ConfigError: it was not loaded by `from_pretrained`, or its weights are no longer there.
+        """
+        if self.choice is not None:
+            register_base(self.choice.path)
+        elif model is not None and self._is_sought:
+            module = extract_model_from_parallel(model)
+            name, commit = model_origin(module)
+            if not name:
+                found = f"a {type(model).__name__} that was not loaded by from_pretrained"
+                raise ConfigError("anchor", "a model with a base", found, "Pass the path of weights, or leave it out.")
+            self._choose(Path(name) if Path(name).exists() else _snapshot_of(name, commit, module))
+
+    def _choose(self, path: Path) -> None:
+        require_weights(path)
+        self.choice = BaseChoice(path.absolute(), self._keep)
+
+
+def _snapshot_of(repository: str, commit: str | None, model: nn.Module) -> Path:
+    """Return the commit in the Hub's cache that a model was loaded from; newer Transformers do not say which."""
+    snapshots = cached_snapshots(repository)
+    if not snapshots:
+        next_step = "Pass the directory of the model that the run starts from."
+        raise ConfigError("anchor", f"{repository} in the Hub's cache", "no commit of it there", next_step)
+    named = [path for path in snapshots if path.name == commit]
+    if named or len(snapshots) == 1:
+        return [*named, *snapshots][0]
+    weights = model.state_dict()
+    # Any commit could serve; the one that the run starts from makes the smallest differences.
+    return next((path for path in snapshots if _holds(path, weights)), snapshots[0])
+
+
+def _holds(snapshot: Path, weights: Mapping[str, Any]) -> bool:
+    """Return whether a snapshot has the values of a model's largest weight of two dimensions."""
+    try:
+        base = BaseWeights(identify_base(snapshot), snapshot).named_as(weights)
+    except (TrainWeightsError, OSError):
+        return False
+    shared = [name for name in base if weights[name].dim() == 2 and not weights[name].is_meta]
+    if not shared:
+        return False
+    name = max(shared, key=lambda name: weights[name].numel())
+    return torch.equal(base.tensor(name).to(weights[name].dtype), weights[name].cpu())
 
 
 @dataclass(frozen=True)

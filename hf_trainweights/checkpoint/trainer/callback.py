@@ -24,9 +24,8 @@ from transformers.utils import logging
 from hf_trainweights.checkpoint.directory import collect_garbage, register_checkpoint
 from hf_trainweights.checkpoint.planning.policy import ModeName, Policy
 from hf_trainweights.checkpoint.planning.roles import optimizer_parameter_names
-from hf_trainweights.checkpoint.run.base import RunBase
 from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, converted_weights_problem, mark_run
-from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, SaveJob, require_count
+from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, RunBase, SaveJob, require_count
 from hf_trainweights.checkpoint.run.ranks import Ranks, all_ranks
 from hf_trainweights.checkpoint.trainer.backlog import Backlog
 from hf_trainweights.checkpoint.whole.rewriting import replace_weights

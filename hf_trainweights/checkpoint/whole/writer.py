@@ -1,11 +1,18 @@
 """A new checkpoint directory: written aside and renamed into place, so that it appears whole or not at all.
 
-docs/checkpoint.md lists the files that it may hold.
+Its weights are a difference to the run's anchor if there is one and no new one is due. A run may have a base, weights
+outside of it as its caller names them: a fine-tune starts from such ones. They are the middle of the run's star then,
+from the first checkpoint on. There is no full checkpoint to begin with, and none to begin anew with after some saves: a
+difference to the base stays far smaller than weights in full.
+
+docs/checkpoint.md lists the files that a directory may hold.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -13,32 +20,41 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
+from hf_trainweights.checkpoint.codecs.delta_uniform import rms_difference
+from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights, identify_base
 from hf_trainweights.checkpoint.encoded.decoder import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import WrittenFile, write_file
 from hf_trainweights.checkpoint.encoded.storage_tasks import Plan, with_steps
-from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, Base
-from hf_trainweights.checkpoint.manifest import FileEntry, Manifest, write_manifest
+from hf_trainweights.checkpoint.encoded.structure import Base, anchor_file_name
+from hf_trainweights.checkpoint.manifest import FileEntry, Manifest, read_manifest, write_manifest
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.anchors import (
-    MOST_FILES,
+    AnchorCandidate,
     AnchorRecord,
-    WeightsAnchor,
     expected_drift_rms,
-    find_anchor_candidate,
     link_anchor,
     measure_delta_rms,
     second_moments,
 )
-from hf_trainweights.checkpoint.run.base import base_candidate, drift_from_base, keep_files, open_base
-from hf_trainweights.checkpoint.run.checkpoints import steps_since_last_save
+from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, step_of, steps_since_last_save
 from hf_trainweights.checkpoint.run.job import BaseChoice, SaveJob
-from hf_trainweights.errors import UnstorableError
-from hf_trainweights.files.atomic import create_directory, remove_files, save_errors
-from hf_trainweights.files.reading import DigestedFile
+from hf_trainweights.checkpoint.run.verification import TRAINER_STATE_NAME
+from hf_trainweights.errors import CorruptFileError, UnstorableError
+from hf_trainweights.files.atomic import create_directory, link_or_copy, remove_files, replace_file, save_errors
+from hf_trainweights.files.reading import DigestedFile, open_regular_file, read_chunks
 from hf_trainweights.files.torch_zip import Writable
 
 WEIGHTS_NAME = "pytorch_model.bin"
+
+# How many files reading weights takes at most. In a language model from scratch a save 150 steps after its anchor takes
+# 4.7 bits a weight, one 50 steps after it 3.2; each link costs a reader the time to decode the weights once more.
+_MOST_FILES = 5
+# A base serves until its deltas have become so many bits per weight more expensive than the first was. Beginning a new
+# star then costs less within eight saves: one full checkpoint has 10 to 24 bits more than a delta.
+_BASE_REFRESH_BITS = 2.0
+# Two weights that have nothing to do with each other differ by 1.4 times the rms of one; a fine-tune moves by a
+# thousandth of it. A difference says nothing about drift where the base is not where a weight began.
+_LARGEST_DRIFT = 0.5
 
 
 @dataclass(frozen=True)
@@ -61,6 +77,87 @@ class Weights:
         return AnchorRecord("") if all(isinstance(value, Tensor) for value in self.state.values()) else None
 
 
+@dataclass(frozen=True, kw_only=True)
+class WeightsAnchor(AnchorCandidate):
+    """An anchor on disk, or a base, that the next checkpoint in whole files may use.
+
+    `path` is the file under the name that it has in the checkpoint that holds it; of a base the checkpoint directory
+    that may keep its files, and `keeps_base` whether it does.
+    """
+
+    path: Path
+    base: Base | None = None
+    keeps_base: bool = False
+
+    def is_spent(self, anchor_every: int) -> bool:
+        """Tell whether the next checkpoint should begin a new anchor; a base serves any number of them."""
+        return super().is_spent(anchor_every) if self.base is None else self.record.has_aged(_BASE_REFRESH_BITS)
+
+
+def find_anchor_candidate(path: Path, weights_name: str) -> WeightsAnchor | None:
+    """Return the anchor, or base, of the newest other checkpoint of a run whose manifest reads and that has one.
+
+    `weights_name` is that of the weights file in each, which may be the anchor itself. Digests are checked when it is
+    opened.
+    """
+    interval_steps = steps_since_last_save(path)
+    for directory in checkpoint_directories(path.parent):
+        if directory.absolute() == path.absolute():
+            continue
+        try:
+            manifest = read_manifest(directory)
+            record = AnchorRecord.from_dict(manifest.anchor or {})  # refused where there is none
+        except (CorruptFileError, OSError):
+            continue
+        candidate = WeightsAnchor(path=directory, record=record, interval_steps=interval_steps)
+        if manifest.base is not None and manifest.base.sha256 == record.sha256:
+            return replace(candidate, base=manifest.base, keeps_base=manifest.keeps_base)
+        weights = manifest.files.get(weights_name)
+        is_anchor_itself = weights is not None and weights.sha256 == record.sha256
+        anchor = directory / (weights_name if is_anchor_itself else anchor_file_name(record.sha256))
+        if anchor.is_file() and not anchor.is_symlink():
+            return replace(candidate, path=anchor)
+    return None
+
+
+def _base_candidate(job: SaveJob) -> WeightsAnchor | None:
+    """Return the base that a save was given as a candidate that has not served yet; None without a base.
+
+    ConfigError: there are no plain weights where the base should be.
+    """
+    if job.base is None:
+        return None
+    base = identify_base(job.base.path)
+    interval_steps = steps_since_last_save(job.path) or _noted_interval(job.directory, step_of(job.path))
+    record = AnchorRecord(base.sha256, saves=0)
+    return WeightsAnchor(path=job.directory, record=record, interval_steps=interval_steps, base=base)
+
+
+def _noted_interval(directory: Path, step: int | None) -> int | None:
+    """Return the steps from one save to the next as a Trainer notes them, at most those that the run has."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, CorruptFileError):
+        with open_regular_file(directory / TRAINER_STATE_NAME) as file:
+            save_steps = int(json.load(file)["save_steps"])
+        return max(1, min(save_steps, step or save_steps))
+    return step
+
+
+def _open_base(base: Base, directory: Path, weights: Mapping[str, Any]) -> BaseWeights | None:
+    """Open a base, which a checkpoint directory may keep, under the names of a checkpoint's flat state dict.
+
+    None, with a warning, if it is gone, has changed or shares no weight with the checkpoint.
+    """
+    try:
+        opened = BaseWeights(base, directory.absolute()).named_as(weights)
+    except (CorruptFileError, FileNotFoundError) as error:
+        warnings.warn(f"The next checkpoint is stored without its base: {error}", stacklevel=2)
+        return None
+    if not [*opened]:
+        warnings.warn(f"{base} has no weight of this checkpoint's names and shapes.", stacklevel=2)
+        return None
+    return opened
+
+
 class _Encoded(NamedTuple):
     """The weights of a checkpoint, encoded.
 
@@ -79,7 +176,7 @@ def _encode(job: SaveJob, weights: Weights, file: Writable) -> _Encoded:
     """Encode weights into a file, as a difference to the run's anchor or base if there is one and no new one is due."""
     if job.anchor_every is None:
         return _encode_full(job, weights, {}, file)
-    candidate = find_anchor_candidate(job.path, weights.file_name) or base_candidate(job)
+    candidate = find_anchor_candidate(job.path, weights.file_name) or _base_candidate(job)
     if candidate is None:
         return _encode_full(job, weights, {}, file)
     encoded = None if candidate.is_spent(job.anchor_every) else _encode_delta(job, weights, candidate, file)
@@ -88,9 +185,8 @@ def _encode(job: SaveJob, weights: Weights, file: Writable) -> _Encoded:
 
 def _encode_delta(job: SaveJob, weights: Weights, candidate: WeightsAnchor, file: Writable) -> _Encoded | None:
     """Link the anchor and encode against it, tensor by tensor where that is smaller; None where it is of no use."""
-    before = {*job.directory.glob(f"*{ANCHOR_SUFFIX}")}
     if candidate.base:
-        anchor = open_base(candidate, weights.state)
+        anchor = _open_base(candidate.base, candidate.path, weights.state)
     else:
         anchor = link_anchor(candidate.path, candidate.record.sha256, job.directory)
     if anchor is None:
@@ -111,28 +207,58 @@ def _encode_delta(job: SaveJob, weights: Weights, candidate: WeightsAnchor, file
         if written.anchor_sha256:
             record = candidate.after_delta(_bits_per_weight(written, weights.state), moved, is_exact=is_exact)
             if isinstance(anchor, BaseWeights):
-                keeps = candidate.keep_base or (job.base is not None and job.base.keep)
-                links, base = keep_files(anchor, job.directory) if keeps else (), anchor.base
+                keeps = candidate.keeps_base or (job.base is not None and job.base.keep)
+                links, base = _keep_files(anchor, job.directory) if keeps else (), anchor.base
             else:
                 links = anchor.files
-                if not is_exact and weights.as_anchor and len(links) + 1 < MOST_FILES:
+                if not is_exact and weights.as_anchor and len(links) + 1 < _MOST_FILES:
                     record = replace(record, sha256="")  # this file is the next one's anchor
-    if isinstance(anchor, Anchor) and not links:
-        # The file that is about to be replaced may need those that were there; they go after it.
-        remove_files(file for file in anchor.files if file not in before)
+    if job.temporary and isinstance(anchor, Anchor) and not links:
+        remove_files(anchor.files)  # where a checkpoint lies already, its new manifest does that
     return written and _Encoded(written, record, links, base)
+
+
+def _keep_files(base: BaseWeights, directory: Path) -> tuple[Path, ...]:
+    """Keep the files of a base in a checkpoint directory under their digests, and return them.
+
+    Files of the Hub's cache and of other checkpoints never change, so they are linked. A program may write over other
+    files where they are, and would change what is linked to them; they are copied once.
+    """
+    kept = []
+    for name, file in base.files.items():
+        target = directory / anchor_file_name(base.base.files[name])
+        if not target.exists():
+            if base.base.repository is not None or file.name == target.name:
+                link_or_copy(file, target)
+            else:
+                with replace_file(target) as copy:
+                    for chunk in read_chunks(file):
+                        copy.write(chunk)
+        kept.append(target)
+    return tuple(kept)
 
 
 def _drift_rms(
     candidate: WeightsAnchor, job: SaveJob, weights: Weights, anchor: Anchor | BaseWeights
 ) -> dict[str, float]:
-    """Measure how far the weights move between two saves, which takes as long as decoding the anchor."""
+    """Measure how far the weights move between two saves, which takes as long as decoding the anchor.
+
+    The steps of the lossy modes may not be coarser for a run that is old already: from the distance to a base they are
+    taken as the share of the way that one interval between saves has, as if weights had drifted steadily. Weights that
+    did not begin at the base have no entry, so they are exact.
+    """
     distance_rms = measure_delta_rms(weights.state, anchor)
     if not any(distance_rms.values()):  # the anchor itself, made small once more, says nothing about drift
         return {}
     if candidate.base is None:
         return distance_rms
-    return drift_from_base(job.path, candidate.interval_steps, weights.state, distance_rms)
+    step = step_of(job.path)
+    share = min(candidate.interval_steps / step, 1.0) if step and candidate.interval_steps else 1.0
+    return {
+        name: rms * share
+        for name, rms in distance_rms.items()
+        if rms <= _LARGEST_DRIFT * rms_difference(weights.state[name].cpu())
+    }
 
 
 def _encode_full(job: SaveJob, weights: Weights, drift_rms: Mapping[str, float], file: Writable) -> _Encoded:

@@ -17,10 +17,10 @@ from hf_trainweights.checkpoint.run import anchors as run_anchors
 from hf_trainweights.checkpoint.run.anchors import (
     AnchorRecord,
     expected_drift_rms,
-    find_anchor_candidate,
     second_moments,
 )
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
+from hf_trainweights.checkpoint.whole.writer import find_anchor_candidate
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files import disk
 

@@ -19,7 +19,7 @@ from hf_trainweights import TrainWeightsCheckpointCallback, latest
 from hf_trainweights.checkpoint import CheckpointManager, find_checkpoints
 from hf_trainweights.checkpoint.encoded import base_weights
 from hf_trainweights.checkpoint.manifest import read_manifest
-from hf_trainweights.checkpoint.run.base import RunBase
+from hf_trainweights.checkpoint.run.job import BaseChoice, RunBase
 from hf_trainweights.errors import ConfigError, MissingAnchorError, UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Cannot enable progress bars:UserWarning")
@@ -57,7 +57,7 @@ def test_of_several_commits_the_one_with_the_weights_of_the_model_is_the_base(pr
     model.config._name_or_path = REPOSITORY
     base = RunBase("base", keep=False)
     base.find(model)
-    assert base.path == pretrained
+    assert base.choice == BaseChoice(pretrained)
 
 
 def test_a_model_of_the_hub_that_is_no_longer_in_the_cache_has_no_base(pretrained: Path) -> None:
@@ -148,7 +148,7 @@ def test_an_adapter_takes_the_base_of_its_base_model(pretrained: Path) -> None:
     model = peft.get_peft_model(load(pretrained), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
     base = RunBase("base", keep=False)
     base.find(model)
-    assert base.path == pretrained
+    assert base.choice == BaseChoice(pretrained)
 
 
 @pytest.mark.slow
