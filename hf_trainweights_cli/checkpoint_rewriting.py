@@ -165,7 +165,7 @@ def _compressor(policy: Policy, options: dict[str, Any]) -> Callable[[Path], Man
 def _buffers(directory: Path) -> set[str] | None:
     """Return what is no parameter of the model that config.json describes; None where an earlier save or files tell."""
     from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
-    from hf_trainweights.checkpoint.whole.sources import read_weights, weight_files
+    from hf_trainweights.checkpoint.whole.rewriting import read_weights, weight_files
     from hf_trainweights.models.loading.saved_models import saved_parameter_names
 
     files = [] if (directory / MANIFEST_NAME).exists() else weight_files(directory)

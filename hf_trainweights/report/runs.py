@@ -12,7 +12,7 @@ from typing import TypeGuard
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest import Manifest, read_manifest, shown_mode
 from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, checkpoint_step
-from hf_trainweights.checkpoint.whole.sources import OPTIMIZER_NAME
+from hf_trainweights.checkpoint.run.verification import OPTIMIZER_NAME
 from hf_trainweights.errors import TrainWeightsError
 from hf_trainweights.files.reading import TORCH_SUFFIXES, open_regular_file
 

@@ -30,8 +30,7 @@ from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_trainweights.checkpoint.planning.policy import ModeName, Policy
 from hf_trainweights.checkpoint.planning.roles import optimizer_parameter_names
 from hf_trainweights.checkpoint.run.job import BaseChoice
-from hf_trainweights.checkpoint.run.verification import STATE_NAME, require_intact
-from hf_trainweights.checkpoint.whole.sources import OPTIMIZER_NAME
+from hf_trainweights.checkpoint.run.verification import OPTIMIZER_NAME, STATE_NAME, require_intact
 from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME, Weights, save_new_directory
 from hf_trainweights.errors import ConfigError, CorruptFileError
 

@@ -42,13 +42,19 @@ from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 # Progress and extras of a plain loop, written by `save_checkpoint`.
 STATE_NAME = "trainweights_state.pt"
 TRAINER_STATE_NAME = "trainer_state.json"
+# Any of them says how far training had come.
+PROGRESS_NAMES = (STATE_NAME, TRAINER_STATE_NAME, MANIFEST_NAME)
 # Each rank writes one, when it comes to it.
 RNG_PREFIX = "rng_state"
 
-# What a Trainer loads beside the weights, on one machine and under FSDP with FULL_STATE_DICT.
-RESUMED_FROM = ("optimizer.pt", "optimizer.bin", "pytorch_model_fsdp.bin")
+OPTIMIZER_NAME = "optimizer.pt"
+# What a Trainer writes under FSDP with FULL_STATE_DICT, and resumes from: the same state that other files hold.
+OPTIMIZER_NAMES = (OPTIMIZER_NAME, "optimizer.bin")
+FSDP_WEIGHTS_NAME = "pytorch_model_fsdp.bin"
 
-_READ_BY_A_RESUME = frozenset({STATE_NAME, *RESUMED_FROM, *ENTRY_POINTS})
+# What a Trainer loads beside the weights that others load.
+_RESUMED_FROM = (*OPTIMIZER_NAMES, FSDP_WEIGHTS_NAME)
+_READ_BY_A_RESUME = frozenset({STATE_NAME, *_RESUMED_FROM, *ENTRY_POINTS})
 # Loaders open these before pytorch_model.bin and adapter_model.bin, so one that is not listed changes what is loaded.
 _PREFERRED_BY_LOADERS = frozenset(name for name in ENTRY_POINTS if ".safetensors" in name)
 
@@ -62,7 +68,27 @@ def progress_problem(directory: Path) -> str | None:
     return file_problem(state if state.is_file() else directory / TRAINER_STATE_NAME)
 
 
-def anchor_problem(path: Path) -> str | None:
+def missing_problem(directory: Path) -> str | None:
+    """Say that a checkpoint in whole files has no weights, or return None."""
+    return None if _weights(directory) else "no weight file is there"
+
+
+def resume_problem(directory: Path) -> str | None:
+    """Say why a resume could not read whole files, as far as checksums and anchors show, or return None."""
+    weights = _weights(directory)[:1]
+    others = [directory / name for name in _RESUMED_FROM if (directory / name).exists()]
+    checks = [(weights_problem, weights), (file_problem, others), (_anchor_problem, weights + others)]
+    problems = (check(file) for check, files in checks for file in files)
+    return missing_problem(directory) or next(filter(None, problems), None)
+
+
+def _weights(directory: Path) -> list[Path]:
+    """Return the files of weights that a loader may open first, those of further adapters in their own folders."""
+    folders = [directory, *sorted(path for path in directory.iterdir() if path.is_dir())]
+    return [folder / name for folder in folders for name in ENTRY_POINTS if (folder / name).is_file()]
+
+
+def _anchor_problem(path: Path) -> str | None:
     """Say which anchor or base a file of weights needs and cannot read, or return None."""
     register_anchor_directory(path.parent)  # as whoever loads the checkpoint does
     try:
@@ -234,6 +260,11 @@ def require_intact(path: str | Path) -> Manifest:
         next_step = "Use another checkpoint, or restore this one from a copy."
         raise CorruptFileError(str(Path(path) / name), "what was saved", problem, next_step)
     return report.manifest
+
+
+def verified_manifest(path: Path) -> Manifest | None:
+    """Verify a checkpoint as `require_intact` does, and return its manifest; None where it has none."""
+    return require_intact(path) if (path / MANIFEST_NAME).exists() else None
 
 
 def list_files(directory: Path) -> dict[str, os.stat_result]:

@@ -11,12 +11,12 @@ from hf_trainweights.checkpoint.directory import compress_directory, restore_dir
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.whole import sources
-from hf_trainweights.checkpoint.whole.sources import (
+from hf_trainweights.checkpoint.whole import rewriting
+from hf_trainweights.checkpoint.whole.rewriting import (
+    Inventory,
     OptimizerFile,
     load_if_possible,
     read_weights,
-    take_inventory,
     weight_files,
 )
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
@@ -35,9 +35,9 @@ def plain_checkpoint(path):
 
 def test_each_file_is_loaded_once(tmp_path, monkeypatch):
     path, loaded = plain_checkpoint(tmp_path / "checkpoint-1"), []
-    load_file = sources.load_file
+    load_file = rewriting.load_file
     monkeypatch.setattr(
-        sources, "load_file", lambda file, **options: loaded.append(Path(file).name) or load_file(file, **options)
+        rewriting, "load_file", lambda file, **options: loaded.append(Path(file).name) or load_file(file, **options)
     )
     compress_directory(path)
     assert sorted(loaded) == ["optimizer.pt", "pytorch_model.bin"]
@@ -47,14 +47,14 @@ def test_a_rule_that_needs_names_fails_when_the_optimizer_is_read(tmp_path):
     path = plain_checkpoint(tmp_path / "checkpoint-1")
     policy = Policy(rules={"exp_avg/re:weight": "raw"})
     with pytest.raises(ConfigError, match="names of the optimizer's parameters"):
-        OptimizerFile.read(path, policy, {})
-    named = OptimizerFile.read(path, policy, {0: "weight", 1: "bias"})
+        OptimizerFile(path, policy, {})
+    named = OptimizerFile(path, policy, {0: "weight", 1: "bias"})
     assert named.plan["state", 0, "exp_avg"].name == "weight"
 
 
 def test_an_optimizer_file_that_is_no_dict_has_no_state(tmp_path):
     torch.save([torch.ones(3)], tmp_path / "optimizer.pt")
-    optimizer = OptimizerFile.read(tmp_path, Policy(), {})
+    optimizer = OptimizerFile(tmp_path, Policy(), {})
     assert (optimizer.state, optimizer.plan) == ({}, {})
     assert torch.equal(optimizer.tree[0], torch.ones(3))
 
@@ -191,15 +191,15 @@ def saved(path, *names):
 def test_weights_are_listed_apart_from_other_files(tmp_path):
     path = saved(tmp_path / "a", "pytorch_model.bin", "optimizer.pt", "adapter_model.bin", "scheduler.pt")
     (path / "config.json").write_text("{}")
-    inventory = take_inventory(path)
-    assert inventory.weight_files == (path / "pytorch_model.bin",)
+    inventory = Inventory(path)
+    assert inventory.weight_files == [path / "pytorch_model.bin"]
     assert [file.name for file in inventory.other_files] == ["adapter_model.bin", "optimizer.pt", "scheduler.pt"]
 
 
 def test_new_weights_replace_the_other_weight_files_and_their_digests(tmp_path):
     path = saved(tmp_path / "a", "model.safetensors", "pytorch_model.bin")
     (path / "trainweights_files.json").write_text("{}")
-    replaced = take_inventory(path).replaced_by("pytorch_model.bin")
+    replaced = Inventory(path).replaced_by("pytorch_model.bin")
     assert [file.name for file in replaced] == ["model.safetensors", "trainweights_files.json"]
 
 
@@ -207,11 +207,11 @@ def test_new_weights_replace_the_other_weight_files_and_their_digests(tmp_path):
 def test_what_holds_no_training_state_is_no_checkpoint(tmp_path, exists):
     path = saved(tmp_path / "a") if exists else tmp_path / "a"
     with pytest.raises(ConfigError, match="expected a directory with weights or other torch files"):
-        take_inventory(path)
+        Inventory(path)
 
 
 def test_a_sharded_checkpoint_is_refused(tmp_path):
     path = saved(tmp_path / "a", "optimizer.pt")
     (path / "zero_to_fp32.py").write_text("")
     with pytest.raises(UnsupportedError, match=r"expected a checkpoint in whole files, found zero_to_fp32\.py"):
-        take_inventory(path)
+        Inventory(path)
