@@ -28,7 +28,12 @@ from hf_trainweights.checkpoint.run.checkpoints import (
 )
 from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, BaseChoice, SaveJob, require_count
 from hf_trainweights.checkpoint.run.ranks import Ranks, all_ranks
-from hf_trainweights.checkpoint.run.verification import progress_problem, require_undamaged, verify_checkpoint
+from hf_trainweights.checkpoint.run.verification import (
+    progress_problem,
+    require_undamaged,
+    verified_manifest,
+    verify_checkpoint,
+)
 from hf_trainweights.checkpoint.sharded.rewriting import ShardedLayout
 from hf_trainweights.checkpoint.whole.rewriting import WholeLayout
 from hf_trainweights.errors import CorruptFileError
@@ -291,16 +296,16 @@ def collect_garbage(root: str | Path, *, dry_run: bool = False) -> list[Path]:
     root = Path(root)
     removed: list[Path] = []
     checkpoints = checkpoint_directories(root)
-    damage = functools.cache(lambda: _damage(checkpoints or [root]))
+    is_damaged = functools.cache(lambda: _is_damaged(checkpoints or [root]))
     for checkpoint in (root, *checkpoints):
         with contextlib.suppress(FileNotFoundError):  # another process removes the checkpoint
             layout = layout_of(checkpoint)
             for directory in layout.directories:
-                removed += _collect(layout, directory, damage, dry_run=dry_run)
+                removed += _collect(layout, directory, is_damaged, dry_run=dry_run)
     return sorted(removed)
 
 
-def _collect(layout: Layout, directory: Path, damage: Callable[[], str | None], *, dry_run: bool) -> list[Path]:
+def _collect(layout: Layout, directory: Path, is_damaged: Callable[[], bool], *, dry_run: bool) -> list[Path]:
     """Remove what is left over in one directory, unless someone writes in it."""
     if not directory.is_dir():
         return []
@@ -308,32 +313,21 @@ def _collect(layout: Layout, directory: Path, damage: Callable[[], str | None], 
         if not is_free:
             return []
         unused = layout.unlisted(directory)
-        if any(path.suffix == ANCHOR_SUFFIX for path in unused) and damage():
+        if any(path.suffix == ANCHOR_SUFFIX for path in unused) and is_damaged():
             unused = [path for path in unused if path.suffix != ANCHOR_SUFFIX]
         for path in () if dry_run else unused:
             disk.file_system.unlink(path)
         return [*unused, *remove_abandoned(directory, dry_run=dry_run)]
 
 
-def _damage(checkpoints: Sequence[Path]) -> str | None:
-    """Say, also in a warning, which checkpoint of a run cannot be read whole; None if all can."""
+def _is_damaged(checkpoints: Sequence[Path]) -> bool:
+    """Return whether a checkpoint of a run cannot be read whole, and say in a warning which one."""
     for directory in checkpoints:
-        problem = _problem(directory)
-        if problem and directory.is_dir():  # otherwise another process has removed it
-            warnings.warn(
-                f"All anchors stay, because a damaged file may need them: {directory}: {problem}", stacklevel=4
-            )
-            return problem
-    return None
-
-
-def _problem(directory: Path) -> str | None:
-    """Say which file of a checkpoint is damaged or cannot be read, or return None."""
-    try:
-        if (directory / MANIFEST_NAME).exists():
-            problems = verify_checkpoint(directory).problems
-            return "; ".join(f"{name} {what}" for name, what in problems.items()) or None
-        require_undamaged(directory, [anchor.name for anchor in unused_anchors(directory)])
-    except (CorruptFileError, OSError) as error:
-        return str(error)
-    return None
+        try:
+            if verified_manifest(directory) is None:
+                require_undamaged(directory, [anchor.name for anchor in unused_anchors(directory)])
+        except (CorruptFileError, OSError) as error:
+            if directory.is_dir():  # otherwise another process has removed it
+                warnings.warn(f"All anchors stay, because a damaged file may need them: {error}", stacklevel=4)
+                return True
+    return False
