@@ -180,7 +180,7 @@ class VersionedModelSaver:
         if not self._base_dir.is_dir():
             return []
         names = [path.name for path in self._base_dir.iterdir() if (path / MANIFEST_NAME).is_file()]
-        return sorted((name for name in names if _VERSION.fullmatch(name)), key=_semantic_key)
+        return [match.string for match in sorted(filter(None, map(_VERSION.fullmatch, names)), key=_semantic_key)]
 
     def _path(self, version: str) -> Path:
         if not isinstance(version, str) or not _VERSION.fullmatch(version):
@@ -213,16 +213,14 @@ def _no_version(path: Path, found: str) -> CorruptFileError:
     return CorruptFileError(str(path), "what VersionedModelSaver.save wrote", found, next_step)
 
 
-def _semantic_key(version: str) -> tuple[Any, ...]:
-    match = _VERSION.fullmatch(version)
-    assert match is not None  # list_versions has filtered
+def _semantic_key(match: re.Match[str]) -> tuple[Any, ...]:
     numbers = [int(number) for number in match[1].split(".")]
     while numbers and numbers[-1] == 0:  # 1.0 and 1.0.0 are of the same rank
         numbers.pop()
     identifiers = match[2].split(".") if match[2] else []
     # Numbers rank below words, a release above all its release candidates (semver.org, 11).
     ranks = [(0, int(each), "") if each.isdecimal() else (1, 0, each) for each in identifiers]
-    return numbers, not identifiers, ranks, version
+    return numbers, not identifiers, ranks, match.string
 
 
 def _as_dict(config: Any) -> dict[str, Any]:

@@ -168,10 +168,8 @@ def _read_zip(path: Path) -> None:
 
 def weights_problem(path: Path) -> str | None:
     """Say why a weight file or an index cannot be loaded, as far as its structure shows, or return None."""
-    if not path.name.endswith(".index.json"):
-        return file_problem(path)
     try:
-        names = shard_names(path)
+        names = shard_names(path) if path.name.endswith(".index.json") else [path.name]
     except (CorruptFileError, OSError) as error:
         return f"{path.name} cannot be read: {error}"
     return next(filter(None, (file_problem(path.parent / name) for name in names)), None)
@@ -262,7 +260,7 @@ def require_intact(path: str | Path) -> Manifest:
     return report.manifest
 
 
-def verified_manifest(path: Path) -> Manifest | None:
+def intact_manifest(path: Path) -> Manifest | None:
     """Verify a checkpoint as `require_intact` does, and return its manifest; None where it has none."""
     return require_intact(path) if (path / MANIFEST_NAME).exists() else None
 

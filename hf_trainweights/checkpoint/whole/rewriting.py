@@ -30,10 +30,10 @@ from hf_trainweights.checkpoint.run.verification import (
     OPTIMIZER_NAMES,
     PROGRESS_NAMES,
     STATE_NAME,
+    intact_manifest,
     missing_problem,
     require_undamaged,
     resume_problem,
-    verified_manifest,
 )
 from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME, Weights, save_tree, save_weights
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnstorableError, UnsupportedError
@@ -91,7 +91,7 @@ class WholeLayout:
         path, inventory = self.path, Inventory(self.path)
         if not job.weights_only:
             inventory.require_training_state()
-        previous = verified_manifest(path)
+        previous = intact_manifest(path)
         # With the same choices a second call finds nothing left to do.
         recorded: dict[str, Any] = {"policy": job.policy.to_dict(), "keep_weights": job.keep_weights}
         if job.base is not None:
@@ -113,7 +113,7 @@ class WholeLayout:
     def restore(self) -> Manifest:
         """Turn the files back into plain ones that torch.load reads without this package."""
         path, inventory = self.path, Inventory(self.path)
-        previous = verified_manifest(path)
+        previous = intact_manifest(path)
         require_undamaged(path, previous.files if previous else ())
         lost = dict(previous.rounded_before) if previous else {}
         with rewriting(path):
@@ -302,10 +302,8 @@ def _recorded_buffers(path: Path, previous: Manifest | None, file_name: str) -> 
 
 def is_lossy(path: Path) -> bool:
     """Return whether a file was encoded with a loss: encoding it once more would add to its error, or hide it."""
-    if not is_torch_file(path) or not is_encoded(path):
-        return False
+    storages = read_structure(path)["storages"] if is_torch_file(path) and is_encoded(path) else ()
     # What is rounded and then stored losslessly has a bound, too.
-    storages = read_structure(path)["storages"]
     return any("bound" in storage or not CODECS[storage["codec"]].lossless for storage in storages)
 
 

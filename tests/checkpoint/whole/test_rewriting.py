@@ -490,6 +490,14 @@ def drifting_directory(path):
     return dict(enumerate(optimizer["param_groups"][0]["param_names"]))
 
 
+def test_an_anchor_of_no_use_is_not_linked(tmp_path):
+    for step, rules in ((1, {}), (2, {"re:.*": "raw"})):
+        trainer_directory(tmp_path / f"checkpoint-{step}", seed=step)
+        manifest = compress_directory(tmp_path / f"checkpoint-{step}", rules=rules, buffers=[])
+        assert not [*(tmp_path / f"checkpoint-{step}").glob("*.anchor")]
+        assert not [name for name in manifest.files if name.endswith(".anchor")]
+
+
 def test_a_rounded_anchor_keeps_its_stated_bound(tmp_path):
     path = tmp_path / "checkpoint-500"
     optimizer_names = drifting_directory(path)
