@@ -174,13 +174,12 @@ class _Encoded(NamedTuple):
 
 def _encode(job: SaveJob, weights: Weights, file: Writable) -> _Encoded:
     """Encode weights into a file, as a difference to the run's anchor or base if there is one and no new one is due."""
-    if job.anchor_every is None:
-        return _encode_full(job, weights, {}, file)
-    candidate = find_anchor_candidate(job.path, weights.file_name) or _base_candidate(job)
-    if candidate is None:
-        return _encode_full(job, weights, {}, file)
-    encoded = None if candidate.is_spent(job.anchor_every) else _encode_delta(job, weights, candidate, file)
-    return encoded or _encode_full(job, weights, candidate.step_rms, file)
+    candidate = encoded = None
+    if job.anchor_every is not None:
+        candidate = find_anchor_candidate(job.path, weights.file_name) or _base_candidate(job)
+        if candidate is not None and not candidate.is_spent(job.anchor_every):
+            encoded = _encode_delta(job, weights, candidate, file)
+    return encoded or _encode_full(job, weights, candidate.step_rms if candidate else {}, file)
 
 
 def _encode_delta(job: SaveJob, weights: Weights, candidate: WeightsAnchor, file: Writable) -> _Encoded | None:
