@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from hf_trainweights.checkpoint.dcp.contents import dcp_directories
-from hf_trainweights.checkpoint.encoded.anchor import register_anchor_directory
 from hf_trainweights.checkpoint.encoded.base_weights import find_base
+from hf_trainweights.checkpoint.encoded.reader import register_anchor_directory
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest
-from hf_trainweights.checkpoint.planning.modes import ModeName
-from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.planning.policy import ModeName, Policy
 from hf_trainweights.checkpoint.run.anchors import unused_anchors
 from hf_trainweights.checkpoint.run.checkpoints import (
     checkpoint_directories,
@@ -39,8 +38,8 @@ from hf_trainweights.checkpoint.whole.rewriting import WholeLayout
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import remove_tree
+from hf_trainweights.files.disk import lock_directory, move_aside
 from hf_trainweights.files.staging import remove_abandoned
-from hf_trainweights.files.temporary import lock_directory, move_aside
 
 Layout = WholeLayout | ShardedLayout
 """How a checkpoint lies on the disk. Both have the same functions, and `directories`: itself, then those in it."""

@@ -31,8 +31,7 @@ from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, ROLES, Codec
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.codecs.grouped import Grouped
 from hf_trainweights.checkpoint.codecs.log_rank1 import LogRank1
-from hf_trainweights.checkpoint.codecs.planes import Planes, PlanesDelta
-from hf_trainweights.checkpoint.codecs.planes_rank1 import PlanesRank1
+from hf_trainweights.checkpoint.codecs.planes import Planes, PlanesDelta, PlanesRank1
 from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
 from hf_trainweights.checkpoint.encoded.storage_tasks import Plan, TensorPlan
 from hf_trainweights.checkpoint.encoded.tree import Key, KeyPath

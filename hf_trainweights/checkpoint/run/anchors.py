@@ -29,7 +29,7 @@ from hf_trainweights.checkpoint.codecs.delta_uniform import rms_difference
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.decoder import MOST_ANCHORS, Anchor
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_structure, verify_anchor
-from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, Base, anchor_file_name
+from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, anchor_file_name
 from hf_trainweights.checkpoint.encoded.workers import in_order, worker_count
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest, require_anchor
 from hf_trainweights.checkpoint.planning.policy import SIZE_FLOOR
