@@ -21,7 +21,7 @@ The manifest is one JSON object that carries its own digest, see `files.reading`
 A file that was rounded stays rounded when it is encoded once more without a loss, and when it is restored. Its report
 says what encoding it cost, the optional key `rounded_before` what it had lost before: file name to role to the largest
 error of an element. A sharded checkpoint has the optional key `sharded`
-(dcp/description.py). Where weights are stored against others outside the run, the optional key `base` says which
+(dcp/metadata.py). Where weights are stored against others outside the run, the optional key `base` says which
 (encoded/structure.py). Numbers that are not finite stand as `NaN` and `Infinity`, as Python's json writes them.
 File names are relative, their parts are joined by `/`; there is no `..`, no absolute path, and no link is followed.
 
@@ -201,7 +201,7 @@ class Manifest:
         anchor: State of the anchor that later checkpoints may be stored against, see `AnchorRecord`.
         rounded_before: By file name and role the largest error of an element that an earlier rounding left in the file.
             The key is left out where nothing was.
-        sharded: What a sharded checkpoint holds beside its files, see dcp/description.py; others lack the key.
+        sharded: What a sharded checkpoint holds beside its files, see dcp/metadata.py; others lack the key.
         base: The weights outside the run that `anchor` means; others lack the key.
         created: When it was written, ISO 8601 with a time zone.
         package_version: Version of hf_trainweights that wrote it.

@@ -12,8 +12,13 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from hf_trainweights.checkpoint.dcp.description import Place, metadata_of
-from hf_trainweights.checkpoint.dcp.plain_metadata import ITEM_SUFFIX, METADATA_NAME, read_plain_metadata
+from hf_trainweights.checkpoint.dcp.metadata import (
+    ITEM_SUFFIX,
+    METADATA_NAME,
+    Place,
+    metadata_of,
+    read_plain_metadata,
+)
 from hf_trainweights.checkpoint.dcp.reader import read_bytes
 from hf_trainweights.checkpoint.encoded.reader import find_anchor, load_item, register_anchor_directory
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, anchor_file_name

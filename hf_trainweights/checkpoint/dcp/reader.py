@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 from zlib_ng import zlib_ng
 
-from hf_trainweights.checkpoint.dcp.description import Place, metadata_of
-from hf_trainweights.checkpoint.dcp.plain_metadata import METADATA_NAME
+from hf_trainweights.checkpoint.dcp.metadata import METADATA_NAME, Place, metadata_of
 from hf_trainweights.checkpoint.encoded.reader import load_item, register_anchor_directory
 from hf_trainweights.checkpoint.encoded.structure import anchor_file_name
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest

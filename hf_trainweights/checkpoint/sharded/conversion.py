@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import pickle
 import shutil
 import uuid
 from collections import defaultdict
@@ -27,11 +26,11 @@ from hf_trainweights.checkpoint.dcp.contents import (
     model_weights,
     read_place,
 )
-from hf_trainweights.checkpoint.dcp.plain_metadata import METADATA_NAME, stock_metadata
+from hf_trainweights.checkpoint.dcp.metadata import METADATA_NAME, Place
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_trainweights.checkpoint.run.verification import list_files, require_intact
-from hf_trainweights.checkpoint.sharded.commit import file_names, free_number
+from hf_trainweights.checkpoint.sharded.index import file_names, free_number, pickled_metadata
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.atomic import create_file, remove_files, replace_file
 from hf_trainweights.files.reading import open_regular_file
@@ -151,16 +150,16 @@ def _write_items(contents: ShardedContents, target: Path, new_names: Mapping[str
     items: dict[str, list[MetadataIndex]] = defaultdict(list)
     for index, place in sorted(contents.places.items(), key=lambda item: item[1].start):
         items[place.file].append(index)
-    places: dict[MetadataIndex, tuple[str, int, int]] = {}
+    places: dict[MetadataIndex, Place] = {}
     for name, new_name in new_names.items():
         start = 0
         with replace_file(target / new_name) as file:
             for index in items[name]:
                 data = _plain_bytes(contents, index)
                 file.write(data)
-                places[index] = new_name, start, len(data)
+                places[index] = Place(new_name, start, start + len(data))
                 start += len(data)
-    return pickle.dumps(stock_metadata(dataclasses.replace(contents.metadata), places, save_id=uuid.uuid4().hex))
+    return pickled_metadata(dataclasses.replace(contents.metadata), places, save_id=uuid.uuid4().hex)
 
 
 def _plain_bytes(contents: ShardedContents, index: MetadataIndex) -> bytes:

@@ -1,196 +1,317 @@
-"""The two files of one rank: weights, as differences to anchors or as an anchor, and what it stores beside them.
+"""The two files of one rank, weights and what it stores beside them, and the items in these `.distcp` files.
 
-The others are states of optimizers, and objects as torch.save wrote them.
+Each item is a torch zip file of one call of `decode_file`, which lies inside another file. DCP's reader cuts the bytes
+of one item out of a file and passes them to `torch.load`. Items stand one after the other, or inside the payload of
+another encoded file (encoded/structure.py). There the outer structure lists the storages of the inner file as its own,
+so both read the same bytes, and nothing is stored twice:
+
+    | outer zip ... payload: | inner zip: head | pieces of the inner payload | tail | the next inner zip ... |
+
+Head and tail, the bytes of the inner zip around its pieces, count as storages of bytes that no tensor views. `_Joiner`
+makes of many items one encoded file of a flat state dict, which can be an anchor. `_split_moments` puts the zip of
+exp_avg_sq into that of exp_avg, which takes it to be decoded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import contextlib
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from zlib_ng import zlib_ng
 
-from hf_trainweights.checkpoint.dcp.description import Place, StoredFile, StoredItem, name_of, stored_item
+from hf_trainweights.checkpoint.dcp.metadata import Place
 from hf_trainweights.checkpoint.encoded.decoder import Anchor
-from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file
+from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, FilePayload, Payload, encode_file, pickled
 from hf_trainweights.checkpoint.encoded.storage_tasks import Plan
-from hf_trainweights.checkpoint.encoded.structure import TensorReport
+from hf_trainweights.checkpoint.encoded.structure import (
+    ALIGNMENT_BYTES,
+    VERSION,
+    TensorReport,
+    cut_payload,
+    open_structure,
+    payload_crc32,
+    seal_structure,
+)
 from hf_trainweights.checkpoint.run.anchors import delta_rms
-from hf_trainweights.checkpoint.sharded.items import Item, Joiner, split_moments
+from hf_trainweights.checkpoint.sharded.index import StoredFile, StoredItem, name_of, stored_item
 from hf_trainweights.checkpoint.sharded.rank_items import AdamStates, RankItems, on_cpu, second_of
 from hf_trainweights.files.atomic import replace_file
+from hf_trainweights.files.memory_file import MemoryFile
 from hf_trainweights.files.reading import DigestedFile
+from hf_trainweights.files.torch_zip_writer import FIRST_RECORD_START, Writable
 
 # Steps, learning rates and the like are the same for most parameters; items up to this length are stored once.
 _REPEATED_BYTES = 4096
 # What stands as the codec of an object, which is kept as torch.save wrote it.
 _OBJECT_CODEC = "torch.save"
 
+_UNIX = 3
+# Three records with short names take half as many.
+_MOST_HEADER_BYTES = 1024
+
 
 def write_weights(rank: RankItems) -> list[StoredItem]:
-    """Write the weights and buffers of one rank; UnstorableError names what cannot be stored."""
-    items = rank.weights
+    """Write the weights and buffers of one rank; UnstorableError names what cannot be stored.
+
+    They are differences to anchors. Where none of these can be used the file is an anchor itself.
+    """
+    items, anchor = rank.weights, rank.orders.anchor
     if not items:
         return []
-    anchor = rank.orders.anchor
     # All of them at first: those that are gone decide whether this file is to be an anchor.
     found = anchor.open(map(name_of, items), rank.directory) if anchor else {}
+    encode = partial(_encode_full, rank, AdamStates(rank))
     if anchor and found:
-        written, file = _write_differences(rank, found, anchor.step_rms)
-    else:
-        written, file = _write_full(rank)
-    return [replace(each, file=file) for each in written]
-
-
-def _write_once(rank: RankItems, write: Callable[[WriteItem, Tensor], StoredItem]) -> list[StoredItem]:
-    """Write each weight, but of those with the same elements only the first."""
+        encode = partial(_encode_difference, rank, AdamStates(rank), found, anchor.step_rms)
     written: dict[MetadataIndex, StoredItem] = {}
-    for item, first, tensor in rank.with_firsts(rank.weights):
-        is_new = item is first
-        written[item.index] = write(item, on_cpu(tensor)) if is_new else _repeated(written[first.index], item)
-    return list(written.values())
+    with _new_file(rank.directory / rank.orders.weights_name, is_anchor=not found) as target:
+        for item, first, tensor in rank.with_firsts(items):
+            if item is first:
+                written[item.index] = target.put(item, *encode(item, on_cpu(tensor)))
+            else:
+                stored = written[first.index]
+                row = {**stored.row, "path": item.index.fqn, "bytes_in": 0, "bytes_out": 0}
+                written[item.index] = replace(stored, index=item.index, row=row, elements=0)
+    return target.stored(written.values(), {each.sha256 for each in found.values()})
 
 
-def _repeated(stored: StoredItem, item: WriteItem) -> StoredItem:
-    """Return the result of an item with the same bytes as one that is stored."""
-    row = {**stored.row, "path": item.index.fqn, "bytes_in": 0, "bytes_out": 0}
-    return replace(stored, index=item.index, row=row, elements=0)
-
-
-def _write_full(rank: RankItems) -> tuple[list[StoredItem], StoredFile]:
-    """Write an anchor."""
-    path, states = rank.directory / rank.orders.weights_name, AdamStates(rank)
-
-    def write(item: WriteItem, tensor: Tensor) -> StoredItem:
-        encoded = _encode_full(rank, item, tensor, states)
-        each = Item.of(encoded)
-        place = _place(path.name, joiner.add(name_of(item), each), each.content)
-        return stored_item(item, place, encoded.report[0])
-
-    with replace_file(path) as file:
-        digested = DigestedFile(file)
-        joiner = Joiner(digested)
-        written = _write_once(rank, write)
-        joiner.finish()
-    return written, StoredFile(path.name, digested.size_bytes, digested.sha256(), is_anchor=True)
-
-
-def _encode_full(rank: RankItems, item: WriteItem, tensor: Tensor, states: AdamStates) -> EncodedFile:
+def _encode_full(
+    rank: RankItems, states: AdamStates, item: WriteItem, tensor: Tensor
+) -> tuple[EncodedFile, float | None]:
     plan, name = rank.orders.plans[item.index.fqn], name_of(item)
     drift: float | None = None
     # Planned as differences to anchors that are gone, it is exact: nothing says which weights may be rounded alone.
     if plan.steps_per_rms and rank.orders.anchor is None:
         drift = rank.orders.drift_rms.get(name) if rank.orders.drift_rms else states.drift_rms(item)
-    return encode_file(tensor, {(): replace(plan.with_steps(drift or 0.0), anchor=None)})
+    return encode_file(tensor, {(): replace(plan.with_steps(drift or 0.0), anchor=None)}), None
 
 
-def _write_differences(
-    rank: RankItems, found: Mapping[str, Anchor], step_rms: Mapping[str, float]
-) -> tuple[list[StoredItem], StoredFile]:
-    path, states = rank.directory / rank.orders.weights_name, AdamStates(rank)
-
-    def write(item: WriteItem, tensor: Tensor) -> StoredItem:
-        plan, name = rank.orders.plans[item.index.fqn], name_of(item)
-        anchor, measured = found.get(name), None
-        rms = step_rms.get(name)
-        if plan.steps_per_rms and anchor is not None and rms is None:
-            rms = measured = delta_rms(tensor, name, anchor) or 0.0  # which leaves it exact
-        plan = replace(plan.with_steps(rms or 0.0), anchor=plan.anchor and name)
-        # A live moment may have to come from a GPU first.
-        helps = any("exp_avg_sq" in codec.hints for codec in plan.candidates)
-        hints = states.second_moment(item) if helps else None
-        options = {"anchor": anchor, "anchor_directory": rank.directory, "second_moments": hints}
-        encoded = encode_file(tensor, {(): plan}, **options)
-        of_anchor = {"anchor_sha256": encoded.anchor_sha256, "delta_rms": measured}
-        return target.put(item, Item.of(encoded).content, encoded.report[0], **of_anchor)
-
-    with replace_file(path) as file:
-        target = _Target(path.name, DigestedFile(file))
-        written = _write_once(rank, write)
-    digests = tuple(sorted({anchor.sha256 for anchor in found.values()}))
-    return written, StoredFile(path.name, target.file.size_bytes, target.file.sha256(), anchors=digests)
+def _encode_difference(
+    rank: RankItems,
+    states: AdamStates,
+    found: Mapping[str, Anchor],
+    step_rms: Mapping[str, float],
+    item: WriteItem,
+    tensor: Tensor,
+) -> tuple[EncodedFile, float | None]:
+    """Encode a weight, and measure how far it has moved from its anchor where no earlier save did."""
+    plan, name = rank.orders.plans[item.index.fqn], name_of(item)
+    anchor, rms, measured = found.get(name), step_rms.get(name), None
+    if plan.steps_per_rms and anchor is not None and rms is None:
+        rms = measured = delta_rms(tensor, name, anchor) or 0.0  # which leaves it exact
+    plan = replace(plan.with_steps(rms or 0.0), anchor=plan.anchor and name)
+    # A live moment may have to come from a GPU first.
+    helps = any("exp_avg_sq" in codec.hints for codec in plan.candidates)
+    hints = states.second_moment(item) if helps else None
+    options = {"anchor": anchor, "anchor_directory": rank.directory, "second_moments": hints}
+    return encode_file(tensor, {(): plan}, **options), measured
 
 
 def write_others(rank: RankItems) -> list[StoredItem]:
     """Write all that one rank stores beside weights; UnstorableError names what cannot be stored."""
-    if not rank.others:
+    items = {item.index: item for item in rank.others}
+    if not items:
         return []
-    path = rank.directory / rank.orders.others_name
+    seconds = {second_of(item, rank.plan(item)) for item in items.values()}
     written: list[StoredItem] = []
-    with replace_file(path) as file:
-        target = _Target(path.name, DigestedFile(file))
-        for items in _units(rank):
-            written += _write_moments(rank, items, target) if len(items) == 2 else [_write_one(rank, items[0], target)]
-    stored = StoredFile(path.name, target.file.size_bytes, target.file.sha256())
-    return [replace(each, file=stored) for each in written]
+    with _new_file(rank.directory / rank.orders.others_name) as target:
+        for item in items.values():
+            second = second_of(item, rank.plan(item))
+            if second in items:
+                written += _write_moments(rank, item, items[second], target)
+            elif item.index not in seconds:
+                written.append(_write_one(rank, item, target))
+    return target.stored(written)
 
 
-@dataclass
-class _Target:
-    """The file under its name, and where in it the small items are."""
-
-    name: str
-    file: DigestedFile
-    small: dict[bytes, StoredItem] = field(default_factory=dict)
-
-    def put(self, item: WriteItem, data: bytes | memoryview, report: TensorReport, **of_anchor: Any) -> StoredItem:
-        """Write an item."""
-        place = _place(self.name, self.file.size_bytes, data)
-        self.file.write(data)
-        return stored_item(item, place, report, **of_anchor)
-
-    def put_once(self, item: WriteItem, data: bytes | memoryview, report: TensorReport) -> StoredItem:
-        """Write an item, unless the same bytes are there already."""
-        key = bytes(data) if len(data) <= _REPEATED_BYTES else None
-        if key in self.small:
-            return _repeated(stored_item(item, self.small[key].storage_data, report), item)
-        stored = self.put(item, data, report)
-        if key is not None:
-            self.small[key] = stored
-        return stored
-
-
-def _place(name: str, start: int, data: bytes | memoryview) -> Place:
-    return Place(name, start, start + len(data), zlib_ng.crc32(data))
-
-
-def _units(rank: RankItems) -> Iterator[list[WriteItem]]:
-    """Yield every item once, a first moment that is stored in terms of the second together with it."""
-    items = {(item.index.fqn, item.index.offset): item for item in rank.others}
-    pairs = {key: second for key, item in items.items() if (second := second_of(item, rank.plan(item))) in items}
-    seconds = set(pairs.values())
-    for key, item in items.items():
-        if key not in seconds:
-            yield [item, items[pairs[key]]] if key in pairs else [item]
-
-
-def _write_one(rank: RankItems, item: WriteItem, target: _Target) -> StoredItem:
+def _write_one(rank: RankItems, item: WriteItem, target: _RankFile) -> StoredItem:
     plan = rank.plan(item)
     if plan is None:
         data, name = rank.data(item), item.index.fqn
-        return target.put_once(
-            item, data, TensorReport(name, name, "other", _OBJECT_CODEC, {}, None, len(data), len(data))
-        )
+        report = TensorReport(name, name, "other", _OBJECT_CODEC, {}, None, len(data), len(data))
+        return target.put_once(item, data, report)
     encoded = encode_file(rank.tensor(item), {(): plan})
-    return target.put_once(item, Item.of(encoded).content, encoded.report[0])
+    return target.put_once(item, _Item.of(encoded).content, encoded.report[0])
 
 
-def _write_moments(rank: RankItems, items: list[WriteItem], target: _Target) -> list[StoredItem]:
-    first, second = items
+def _write_moments(rank: RankItems, first: WriteItem, second: WriteItem, target: _RankFile) -> list[StoredItem]:
     plan = replace(rank.orders.plans[first.index.fqn], exp_avg_sq=("exp_avg_sq",))
     plans: Plan = {("exp_avg_sq",): rank.orders.plans[second.index.fqn], ("exp_avg",): plan}
     square, mean = rank.tensor(second), rank.tensor(first)
     if square.untyped_storage().data_ptr() == mean.untyped_storage().data_ptr():
         mean = mean.clone()  # views of one memory would be one storage of the file
     encoded = encode_file({"exp_avg_sq": square, "exp_avg": mean}, plans)
-    mean, square, offset = split_moments(encoded)
+    mean, square, offset = _split_moments(encoded)
     of_square, of_mean = encoded.report
     if offset is None:
         return [target.put_once(second, square.content, of_square), target.put_once(first, mean.content, of_mean)]
     outer = target.put_once(first, mean.content, of_mean)
-    place = _place(target.name, outer.storage_data.start + offset, square.content)
+    place = target.place(outer.storage_data.start + offset, square.content)
     return [outer, stored_item(second, place, of_square)]
+
+
+@dataclass
+class _RankFile:
+    """A file of one rank that is being written, where in it the small items are, and what makes an anchor of it."""
+
+    name: str
+    file: DigestedFile
+    joiner: _Joiner | None
+    small: dict[bytes, Place] = field(default_factory=dict)
+
+    def put(self, item: WriteItem, encoded: EncodedFile, measured_rms: float | None) -> StoredItem:
+        """Write a weight."""
+        each = _Item.of(encoded)
+        start = self.joiner.add(name_of(item), each) if self.joiner else self._append(each.content)
+        stored = stored_item(item, self.place(start, each.content), encoded.report[0], encoded.anchor_sha256)
+        return replace(stored, delta_rms=measured_rms)
+
+    def put_once(self, item: WriteItem, data: bytes | memoryview, report: TensorReport) -> StoredItem:
+        """Write anything else, unless the same bytes are there already."""
+        key = bytes(data) if len(data) <= _REPEATED_BYTES else None
+        if key in self.small:
+            return stored_item(item, self.small[key], replace(report, bytes_in=0, bytes_out=0))
+        place = self.place(self._append(data), data)
+        if key is not None:
+            self.small[key] = place
+        return stored_item(item, place, report)
+
+    def place(self, start: int, data: bytes | memoryview) -> Place:
+        """Return where bytes of the file are."""
+        return Place(self.name, start, start + len(data), zlib_ng.crc32(data))
+
+    def stored(self, items: Iterable[StoredItem], anchors: Iterable[str] = ()) -> list[StoredItem]:
+        """Return items with the file, once it is complete, and the digests of anchors that it refers to."""
+        of_file = self.name, self.file.size_bytes, self.file.sha256()
+        stored = StoredFile(*of_file, is_anchor=self.joiner is not None, anchors=tuple(sorted(anchors)))
+        return [replace(each, file=stored) for each in items]
+
+    def _append(self, data: bytes | memoryview) -> int:
+        start = self.file.size_bytes
+        self.file.write(data)
+        return start
+
+
+@contextlib.contextmanager
+def _new_file(path: Path, *, is_anchor: bool = False) -> Iterator[_RankFile]:
+    with replace_file(path) as file:
+        digested = DigestedFile(file)
+        joiner = _Joiner(digested) if is_anchor else None
+        yield _RankFile(path.name, digested, joiner)
+        if joiner:
+            joiner.finish()
+
+
+@dataclass(frozen=True)
+class _Item:
+    """An encoded file of one tensor, 1-D uint8, its structure, and where its payload begins."""
+
+    data: Tensor
+    payload_start: int
+    structure: dict[str, Any]
+
+    @classmethod
+    def of(cls, encoded: EncodedFile) -> _Item:
+        """Return an encoded file as a zip file of what torch.load needs; what else torch.save writes takes 1 kB."""
+        payload = encoded.payload.numpy().data
+        records = {"data.pkl": pickled(len(payload), encoded.structure), "data/0": payload, "version": b"3\n"}
+        memory, starts = np.empty(sum(map(len, records.values())) + _MOST_HEADER_BYTES, np.uint8), {}
+        file = MemoryFile(memory)
+        with zipfile.ZipFile(file, "w") as target:
+            for name, content in records.items():
+                record = zipfile.ZipInfo(f"a/{name}")  # of 1980, so that equal tensors give equal bytes
+                record.create_system, record.file_size = _UNIX, len(content)
+                with target.open(record, "w") as member:
+                    starts[name] = file.tell()
+                    member.write(content)
+        data = torch.from_numpy(memory[: file.tell()])
+        return cls(data, starts["data/0"], open_structure(encoded.structure))
+
+    @property
+    def lead(self) -> int:
+        """Zeros before the item in another payload, so that its own payload is aligned there."""
+        return -self.payload_start % ALIGNMENT_BYTES
+
+    @property
+    def content(self) -> memoryview:
+        """The zip file."""
+        return self.data.numpy().data
+
+
+class _Joiner:
+    """Writes items as one encoded file of their flat state dict, to a binary file at its beginning."""
+
+    def __init__(self, file: Writable):
+        self._payload = FilePayload(file)
+        self._storages: list[dict[str, Any]] = []
+        self._tensors: list[dict[str, Any]] = []
+        self._numbers: dict[str, int] = {}
+
+    def add(self, name: str, item: _Item) -> int:
+        """Append an item of one tensor under its key in the state dict, and return where it begins in the file."""
+        nested, storages = _nest(item)
+        self._payload.append(nested)
+        (view,) = item.structure["tensors"]
+        self._numbers[name] = len(self._tensors)
+        self._tensors.append({**view, "storage": view["storage"] + len(self._storages) + 1})
+        self._storages += storages
+        return FIRST_RECORD_START + self._payload.size_bytes - len(item.data)
+
+    def finish(self) -> None:
+        """Complete the file."""
+        tree = {"dict": [[name, {"tensor": number}] for name, number in self._numbers.items()]}
+        structure = {"version": VERSION, "tree": tree, "tensors": self._tensors, "storages": self._storages}
+        self._payload.complete(seal_structure(structure))
+
+
+def _split_moments(moments: EncodedFile) -> tuple[_Item, _Item, int | None]:
+    """Make items of exp_avg and exp_avg_sq out of an encoded file of both.
+
+    The third value is where the item of exp_avg_sq begins in that of exp_avg; None if that one does not take it.
+    """
+    structure = open_structure(moments.structure)
+    square, mean = structure["storages"]
+    pieces = cut_payload(structure, moments.payload)
+    inner = _item([square], pieces[0])
+    if "exp_avg_sq" not in mean:
+        return _item([mean], pieces[1]), inner, None
+    nested, storages = _nest(inner)
+    outer = _item([*storages, {**mean, "exp_avg_sq": 1}], [nested, *pieces[1]])
+    return outer, inner, outer.payload_start + inner.lead
+
+
+def _item(storages: list[dict[str, Any]], pieces: Iterable[Tensor]) -> _Item:
+    """Make an item whose tensor is the last storage."""
+    payload = Payload()
+    for piece in pieces:
+        payload.append(piece)
+    view = {"storage": len(storages) - 1}
+    content = {"version": VERSION, "tree": {"tensor": 0}, "tensors": [view], "storages": storages}
+    return _Item.of(EncodedFile(seal_structure(content), (), None, payload.finish()))
+
+
+def _nest(item: _Item) -> tuple[Tensor, list[dict[str, Any]]]:
+    """Return an item's bytes as a part of another payload, and the storages that lie there, head and tail included."""
+    nested = torch.from_numpy(np.zeros(item.lead + len(item.data), np.uint8))
+    nested[item.lead :] = item.data
+    start = stop = item.lead + item.payload_start
+    for entry in item.structure["storages"]:
+        for size in entry["sizes"]:
+            stop += -stop % ALIGNMENT_BYTES + size
+    head, tail = nested[:start], nested[stop + -stop % ALIGNMENT_BYTES :]
+    return nested, [_bytes_entry(head), *item.structure["storages"], _bytes_entry(tail)]
+
+
+def _bytes_entry(data: Tensor) -> dict[str, Any]:
+    length = len(data)
+    return {"codec": "raw", "dtype": "uint8", "shape": [length], "sizes": [length], "crc32": payload_crc32([data])}

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
 from hf_trainweights.checkpoint.encoded.storage_tasks import TensorPlan
@@ -19,7 +20,7 @@ from hf_trainweights.checkpoint.encoded.tree import require_storable
 from hf_trainweights.checkpoint.planning.policy import OPTIMIZER_ROLES, SIZE_FLOOR
 from hf_trainweights.checkpoint.planning.roles import MOMENTS
 from hf_trainweights.checkpoint.run.anchors import expected_drift_rms, second_moments
-from hf_trainweights.checkpoint.sharded.anchors import ShardedAnchor
+from hf_trainweights.checkpoint.sharded.index import ShardedAnchor
 from hf_trainweights.errors import UnstorableError
 
 # A weight is compared with others of its shape only if so many of its elements, evenly spread, are the same.
@@ -199,10 +200,10 @@ def is_weight(plan: TensorPlan | None) -> bool:
     return plan is not None and plan.role not in OPTIMIZER_ROLES
 
 
-def second_of(item: WriteItem, plan: TensorPlan | None) -> tuple[str, torch.Size | None] | None:
-    """Return name and offset of the second moment in terms of which an item is stored; None for all other items."""
+def second_of(item: WriteItem, plan: TensorPlan | None) -> MetadataIndex | None:
+    """Return the index of the second moment in terms of which an item is stored; None for all other items."""
     is_first = plan is not None and plan.exp_avg_sq is not None
-    return (f"{item.index.fqn}_sq", item.index.offset) if is_first else None
+    return MetadataIndex(f"{item.index.fqn}_sq", item.index.offset) if is_first else None
 
 
 def _shared_keys(first: str, second: str) -> int:

@@ -31,7 +31,7 @@ from hf_trainweights.checkpoint.dcp.contents import (
     read_tensor_at,
     unlisted_files,
 )
-from hf_trainweights.checkpoint.dcp.description import Place
+from hf_trainweights.checkpoint.dcp.metadata import Place
 from hf_trainweights.checkpoint.manifest import (
     MANIFEST_NAME,
     PLAIN_MODE,

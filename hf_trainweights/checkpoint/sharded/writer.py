@@ -22,14 +22,19 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from hf_trainweights.checkpoint.dcp.description import name_of
-from hf_trainweights.checkpoint.dcp.plain_metadata import METADATA_NAME
+from hf_trainweights.checkpoint.dcp.metadata import METADATA_NAME
 from hf_trainweights.checkpoint.encoded.storage_tasks import Plan, TensorPlan
 from hf_trainweights.checkpoint.planning.policy import ModeName, Policy
 from hf_trainweights.checkpoint.planning.roles import Paths, StateName, models, optimizer_states
 from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, require_count
-from hf_trainweights.checkpoint.sharded.anchors import ShardedAnchor, find_sharded_anchor
-from hf_trainweights.checkpoint.sharded.commit import commit, file_names, free_number
+from hf_trainweights.checkpoint.sharded.index import (
+    ShardedAnchor,
+    commit,
+    file_names,
+    find_sharded_anchor,
+    free_number,
+    name_of,
+)
 from hf_trainweights.checkpoint.sharded.rank_files import write_others, write_weights
 from hf_trainweights.checkpoint.sharded.rank_items import RankItems, RankOrders, is_weight, second_of
 from hf_trainweights.errors import SaveError, UnsupportedError
@@ -65,9 +70,7 @@ def moments_together(plans: Sequence[SavePlan], tensor_plans: Mapping[str, Tenso
 
     Of states that several ranks hold, DCP may give the two to different ones.
     """
-    ranks: dict[object, int] = {
-        (item.index.fqn, item.index.offset): rank for rank, plan in enumerate(plans) for item in plan.items
-    }
+    ranks: dict[object, int] = {item.index: rank for rank, plan in enumerate(plans) for item in plan.items}
     lists: list[list[WriteItem]] = [[] for _ in plans]
     for rank, plan in enumerate(plans):
         for item in plan.items:

@@ -16,7 +16,7 @@ from checkpoint.sharded_states import sample_state, save_plain
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
-from hf_trainweights.checkpoint.dcp.plain_metadata import read_plain_metadata
+from hf_trainweights.checkpoint.dcp.metadata import read_plain_metadata
 from hf_trainweights.errors import CorruptFileError
 
 

@@ -20,11 +20,16 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from hf_trainweights.checkpoint.dcp.description import name_of
 from hf_trainweights.checkpoint.loop.training_state import save_training_state
 from hf_trainweights.checkpoint.planning.policy import LOSSY_MODES, Policy
-from hf_trainweights.checkpoint.sharded.anchors import ShardedAnchor, find_sharded_anchor
-from hf_trainweights.checkpoint.sharded.commit import commit, file_names, free_number
+from hf_trainweights.checkpoint.sharded.index import (
+    ShardedAnchor,
+    commit,
+    file_names,
+    find_sharded_anchor,
+    free_number,
+    name_of,
+)
 from hf_trainweights.checkpoint.sharded.rank_files import write_others, write_weights
 from hf_trainweights.checkpoint.sharded.rank_items import RankItems, RankOrders
 from hf_trainweights.checkpoint.sharded.writer import TrainWeightsWriter, plan_tensors

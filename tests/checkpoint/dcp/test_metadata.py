@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from hf_trainweights.checkpoint.dcp.description import fill_whole
+from hf_trainweights.checkpoint.dcp.metadata import fill_whole
 
 Box = tuple[Sequence[int], Sequence[int]]
 

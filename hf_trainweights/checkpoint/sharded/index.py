@@ -1,0 +1,266 @@
+"""What a sharded save writes last, and the next one reads first: the manifest with its anchors, and `.metadata`.
+
+Files of a save have names that were free before it. So the checkpoint that a directory held stays whole until both
+indices have changed, one after the other; then the files that neither lists are removed.
+
+The anchors are one file per rank that wrote weights, each found by the shards that it holds. The name of a shard is
+`model.embed.weight[0:256,0:128]`: a tensor that is cut otherwise has another name, and therefore no reference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import pickle
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from hf_trainweights.checkpoint.dcp.metadata import ITEM_SUFFIX, METADATA_NAME, VERSION, Place, entry_text
+from hf_trainweights.checkpoint.encoded.anchor import Anchor
+from hf_trainweights.checkpoint.encoded.encoder import TensorReport
+from hf_trainweights.checkpoint.encoded.storages import corrupt
+from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, anchor_file_name
+from hf_trainweights.checkpoint.manifest import FileEntry, Manifest, read_manifest, write_manifest
+from hf_trainweights.checkpoint.run.anchors import AnchorCandidate, AnchorRecord, link_anchor
+from hf_trainweights.errors import CorruptFileError, UnsupportedError
+from hf_trainweights.files.atomic import remove_files, replace_file
+
+# Private names of PyTorch's, without which its own reader finds no item.
+_StorageInfo = getattr(filesystem, "_StorageInfo", None)
+_DCP_VERSION = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+
+_ITEM_FILE = re.compile(rf"__\d+_(\d+){re.escape(ITEM_SUFFIX)}")
+_NO_DIGEST = "0" * 64
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file of the checkpoint that one rank has written, and digests of the `anchors` that it refers to."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+    is_anchor: bool = False
+    anchors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class StoredItem(WriteResult):
+    """An item that one rank has written; `storage_data` is its `Place`.
+
+    The manifest has its `row`. `elements` are those of the shard, 0 for an object and for a weight that is tied to
+    another. `delta_rms` is how far the shard has moved from its anchor, where this save measured it.
+    """
+
+    row: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    file: StoredFile = field(default=StoredFile("", 0, ""), compare=False)
+    elements: int = field(default=0, compare=False)
+    delta_rms: float | None = field(default=None, compare=False)
+
+
+def stored_item(item: WriteItem, place: Place, report: TensorReport, anchor_sha256: str | None = None) -> StoredItem:
+    """Return the result for DCP of an item whose file is not complete yet; `report` may have another path."""
+    row: dict[str, Any] = {**vars(report), "path": item.index.fqn}
+    row |= {"bytes": f"{place.start}:{place.stop}", "crc32": place.crc32}
+    elements = 0
+    if item.tensor_data is not None:
+        row["shard"] = _shard_of(item)
+        elements = math.prod(item.tensor_data.chunk.sizes)
+    if anchor_sha256 is not None:
+        row["anchor"] = anchor_sha256
+    return StoredItem(item.index, place.stop - place.start, place, row, elements=elements)
+
+
+def name_of(item: WriteItem) -> str:
+    """Return the name of an item of a tensor in an anchor."""
+    return f"{item.index.fqn}[{_shard_of(item)}]"
+
+
+def _shard_of(item: WriteItem) -> str:
+    assert item.tensor_data is not None  # an object has no shards
+    chunk = item.tensor_data.chunk
+    return ",".join(f"{start}:{start + size}" for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedAnchor(AnchorCandidate):
+    """What a checkpoint says about the anchors that the next one may use; in its record `sha256` says nothing.
+
+    `files` are the names of shards, and `paths` where the file lies, by digest of each anchor file.
+    """
+
+    files: Mapping[str, tuple[str, ...]]
+    paths: Mapping[str, Path] = field(default_factory=dict)
+
+    @cached_property
+    def shards(self) -> dict[str, str]:
+        """The digest of the file that holds each shard."""
+        return {name: sha256 for sha256, names in self.files.items() for name in names}
+
+    def part(self, names: Collection[str]) -> ShardedAnchor:
+        """Return what it says about some shards: no rank needs to know those of all others."""
+        files: dict[str, list[str]] = defaultdict(list)
+        for name in names:
+            if name in self.shards:
+                files[self.shards[name]].append(name)
+        rms = self.record.delta_rms
+        record = replace(self.record, delta_rms={name: rms[name] for name in names if name in rms})
+        return replace(self, record=record, files=dict(files), paths={sha256: self.paths[sha256] for sha256 in files})
+
+    def open(self, names: Iterable[str], directory: Path) -> dict[str, Anchor]:
+        """Link the anchors of some shards into a checkpoint, and return by name those that are whole."""
+        needed = {name: self.shards[name] for name in names if name in self.shards}
+        opened = {each: link_anchor(self.paths[each], each, directory) for each in sorted(set(needed.values()))}
+        return {name: anchor for name, sha256 in needed.items() if (anchor := opened[sha256]) is not None}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        fields = {name: value for name, value in asdict(self.record).items() if name != "sha256"}
+        return {**fields, "files": {sha256: list(names) for sha256, names in self.files.items()}}
+
+    @classmethod
+    def from_dict(cls, value: Any) -> ShardedAnchor:
+        """Read what `to_dict` returned; CorruptFileError if a field is missing, unknown or of another type."""
+        if type(value) is not dict or type(value.get("files")) is not dict:
+            raise corrupt("sharded.anchor", "an object with files", value)
+        for sha256, names in value["files"].items():
+            if type(names) is not list or not all(type(name) is str for name in names):
+                raise corrupt("sharded.anchor.files", "digests to names of shards", {sha256: names})
+        fields = {name: content for name, content in value.items() if name != "files"}
+        record = AnchorRecord.from_dict({"sha256": _NO_DIGEST, **fields})
+        return cls(record=record, files={sha256: tuple(names) for sha256, names in value["files"].items()})
+
+
+def find_sharded_anchor(directory: Path, step: int | None) -> ShardedAnchor | None:
+    """Return the anchors of a checkpoint for the one at `step`; None, with a warning, if none of them can be used."""
+    try:
+        if not (directory / METADATA_NAME).is_file():
+            raise FileNotFoundError(f"{directory} holds no {METADATA_NAME}")
+        manifest = read_manifest(directory)
+        anchor = ShardedAnchor.from_dict(manifest.sharded.get("anchor"))
+        names = {entry.sha256: name for name, entry in manifest.files.items()}
+        paths = {sha256: directory / names.get(sha256, anchor_file_name(sha256)) for sha256 in anchor.files}
+        for sha256, path in paths.items():
+            if not path.is_file():
+                raise FileNotFoundError(f"{directory} does not hold the anchor {anchor_file_name(sha256)}")
+    except (CorruptFileError, OSError) as error:
+        warnings.warn(f"The checkpoint is stored without reference: {error}", stacklevel=2)
+        return None
+    interval = None if step is None or manifest.step is None else step - manifest.step
+    interval = interval if interval is not None and interval > 0 else None
+    return replace(anchor, paths=paths, interval_steps=interval)
+
+
+def free_number(directory: Path) -> int:
+    """Return the lowest even number that, with its successor, is in no name `__<rank>_<number>.distcp`."""
+    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    numbers = {int(match[1]) // 2 for name in names if (match := _ITEM_FILE.fullmatch(name))}
+    return next(2 * number for number in range(len(numbers) + 1) if number not in numbers)
+
+
+def file_names(rank: int, number: int) -> tuple[str, str]:
+    """Return the names of a rank's files, for weights and for everything else; `number` is of `free_number`."""
+    return f"__{rank}_{number}{ITEM_SUFFIX}", f"__{rank}_{number + 1}{ITEM_SUFFIX}"
+
+
+def commit(
+    directory: Path,
+    dcp_metadata: Metadata,
+    results: Sequence[Sequence[WriteResult]],
+    save_id: str,
+    anchor: ShardedAnchor | None = None,
+    is_exact: bool = False,
+    **manifest_fields: Any,
+) -> None:
+    """Make a checkpoint of the files that all ranks have written, each a list of `StoredItem`, in the place of another.
+
+    `anchor` is what weights are stored against; `is_exact` says that none may be rounded. ConfigError: fields of the
+    manifest (mode, step, metadata, ...) hold what JSON cannot. OSError: the checkpoint that was there is whole.
+    """
+    items = [item for several in results for item in several if isinstance(item, StoredItem)]
+    pickled = pickled_metadata(dcp_metadata, {each.index: each.storage_data for each in items}, save_id)
+    files = _file_entries(directory, items)
+    files[METADATA_NAME] = FileEntry(len(pickled), hashlib.sha256(pickled).hexdigest())
+    record = _anchor_of(items, anchor, is_exact)
+    write_manifest(directory, Manifest(files, sharded=_describe(dcp_metadata, record), **manifest_fields))
+    with replace_file(directory / METADATA_NAME) as file:
+        file.write(pickled)
+    # Of earlier saves, and of saves that were killed.
+    present = [*directory.glob(f"__*{ITEM_SUFFIX}"), *directory.glob(f"*{ANCHOR_SUFFIX}")]
+    remove_files(sorted(path for path in present if path.name not in files))
+
+
+def pickled_metadata(metadata: Metadata, places: Mapping[MetadataIndex, Place], save_id: str) -> bytes:
+    """Change metadata so that a stock `FileSystemReader` finds the items, and return them as it reads them."""
+    if _StorageInfo is None:
+        expected = "torch.distributed.checkpoint.filesystem._StorageInfo"
+        raise UnsupportedError("TrainWeightsWriter", expected, "none", "Use a version of torch from 2.8 to 2.13.")
+    info: Any = _StorageInfo
+    metadata.storage_data = {
+        index: info(place.file, place.start, place.stop - place.start) for index, place in places.items()
+    }
+    metadata.storage_meta = StorageMeta(save_id=save_id)
+    if _DCP_VERSION is not None:
+        metadata.version = _DCP_VERSION
+    return pickle.dumps(metadata)
+
+
+def _describe(metadata: Metadata, anchor: ShardedAnchor) -> dict[str, Any]:
+    """Return what goes into a manifest under `sharded`."""
+    keys = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+    return {
+        "version": VERSION,
+        "tensors": {name: entry_text(entry) for name, entry in metadata.state_dict_metadata.items()},
+        "keys": {name: json.dumps(list(path), separators=(",", ":")) for name, path in keys.items()},
+        "anchor": anchor.to_dict(),
+    }
+
+
+def _file_entries(directory: Path, items: Sequence[StoredItem]) -> dict[str, FileEntry]:
+    rows: dict[StoredFile, list[Mapping[str, Any]]] = defaultdict(list)
+    for item in items:
+        rows[item.file].append(item.row)
+    entries = {
+        file.name: FileEntry(file.size_bytes, file.sha256, {"anchor": next(iter(file.anchors), None), "tensors": each})
+        for file, each in rows.items()
+    }
+    for sha256 in sorted({sha256 for item in items for sha256 in item.file.anchors}):
+        link = directory / anchor_file_name(sha256)
+        entries[link.name] = FileEntry(link.stat().st_size, sha256)  # verified when it was opened
+    return entries
+
+
+def _anchor_of(items: Sequence[StoredItem], previous: ShardedAnchor | None, is_exact: bool) -> ShardedAnchor:
+    """Return what the checkpoint says about the anchors of the next one."""
+    names: dict[StoredFile, list[str]] = {item.file: [] for item in items}
+    bits = elements = 0
+    measured = {}
+    for item in items:
+        if "shard" not in item.row:
+            continue
+        name = f"{item.index.fqn}[{item.row['shard']}]"
+        names[item.file].append(name)
+        if item.delta_rms is not None:
+            measured[name] = item.delta_rms
+        if item.row["role"] == "weight":
+            bits += 8 * item.row["bytes_out"]
+            elements += item.elements
+    full = {file.sha256: tuple(each) for file, each in names.items() if file.is_anchor}
+    used = {sha256 for file in names for sha256 in file.anchors}
+    if previous is None or not used:
+        return ShardedAnchor(record=AnchorRecord(_NO_DIGEST), files=full)
+    moved = measured if any(measured.values()) else {}  # the anchor, made small once more, says nothing about drift
+    record = previous.after_delta(bits / max(elements, 1), moved, is_exact=is_exact)
+    return ShardedAnchor(record=record, files={sha256: previous.files[sha256] for sha256 in sorted(used)} | full)
