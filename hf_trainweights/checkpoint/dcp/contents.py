@@ -23,7 +23,7 @@ from hf_trainweights.checkpoint.dcp.reader import read_bytes
 from hf_trainweights.checkpoint.encoded.reader import find_anchor, load_item, register_anchor_directory
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, anchor_file_name
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
-from hf_trainweights.checkpoint.planning.roles import models, optimizer_states
+from hf_trainweights.checkpoint.planning.roles import StateName, models, optimizer_states
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.disk import is_old
 from hf_trainweights.files.reading import file_sha256, open_regular_file
@@ -59,9 +59,6 @@ class ShardedContents:
             raise ConfigError(str(directory), f"a directory with {METADATA_NAME}", "none", next_step)
         self.directory = directory
         self.manifest, self.metadata = _read_metadata(directory)
-        self._indices: dict[str, list[MetadataIndex]] = defaultdict(list)
-        for index in self.places:
-            self._indices[index.fqn].append(index)
         register_anchor_directory(directory)
 
     @property
@@ -75,9 +72,14 @@ class ShardedContents:
         entries = self.metadata.state_dict_metadata
         return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
+    @cached_property
+    def states(self) -> dict[str, StateName]:
+        """The states and groups of optimizers, tensors or not, by name."""
+        return optimizer_states(self.metadata.state_dict_metadata)
+
     def stored_bytes(self, name: str) -> int:
-        """Return what the items of a name take on disk."""
-        places: set[Place] = {self.places[index] for index in self._indices[name]}
+        """Return what the items of a tensor take on disk."""
+        places = {self.places[MetadataIndex(name, chunk.offsets)] for chunk in self.tensors[name].chunks}
         return sum(place.stop - place.start for place in places)
 
     def require_complete(self) -> None:
@@ -164,7 +166,7 @@ def model_weights(contents: ShardedContents) -> dict[str, str]:
 
     Empty if there are none, or several models and none is called `model`.
     """
-    by_model = _models(contents)
+    by_model = models(_weights(contents), contents.metadata.planner_data or {})
     named = [names for prefix, names in by_model.items() if prefix.rpartition(".")[2] == _MODEL_KEY]
     candidates = named or list(by_model.values())
     return candidates[0] if len(candidates) == 1 else {}
@@ -172,21 +174,18 @@ def model_weights(contents: ShardedContents) -> dict[str, str]:
 
 def all_weights(contents: ShardedContents) -> dict[str, str]:
     """Return what is no state of an optimizer, as `model_weights` does; by DCP's names where there is no one model."""
-    names = [name for several in _models(contents).values() for name in several.values()]
-    of_model = model_weights(contents)
+    names, of_model = _weights(contents), model_weights(contents)
     return of_model if len(of_model) == len(names) else {name: name for name in names}
+
+
+def _weights(contents: ShardedContents) -> list[str]:
+    return [name for name in contents.tensors if name not in contents.states]
 
 
 def optimizer_tensors(contents: ShardedContents) -> dict[str, str]:
     """Return the states of optimizers: `state.<parameter>.<key>` to DCP's names."""
-    states = optimizer_states(contents.metadata.state_dict_metadata)
-    return {f"state.{state.parameter}.{state.key}": name for name, state in states.items() if name in contents.tensors}
-
-
-def _models(contents: ShardedContents) -> Mapping[str, dict[str, str]]:
-    states = optimizer_states(contents.metadata.state_dict_metadata)
-    names = [name for name in contents.tensors if name not in states]
-    return models(names, contents.metadata.planner_data or {})
+    states = {name: state for name, state in contents.states.items() if name in contents.tensors}
+    return {f"state.{state.parameter}.{state.key}": name for name, state in states.items()}
 
 
 def unlisted_files(directory: Path) -> list[Path]:

@@ -106,7 +106,8 @@ class TrainWeightsReader(StorageReader):
         for name, places in sorted(items_of.items()):
             with open_regular_file(self._path / name, follow_links=False) as file:
                 for place in sorted(places, key=lambda each: each.start):
-                    self._load(read_bytes(file, place, self._path / name), places[place], planner)
+                    where = f"{self._path / name}, {places[place][0].storage_index.fqn}"
+                    _give(planner, places[place], read_bytes(file, place, self._path / name), where)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -121,21 +122,23 @@ class TrainWeightsReader(StorageReader):
         """Return whether a checkpoint can lie there: at a path, not at a URL."""
         return "://" not in str(checkpoint_id)
 
-    def _load(self, data: bytes, items: Iterable[ReadItem], planner: LoadPlanner) -> None:
-        """Give the planner all that it wants of one item's bytes."""
-        loaded: Any = None
-        for item in items:
-            where = f"{self._path / self._places[item.storage_index].file}, {item.storage_index.fqn}"
-            loaded = load_item(data, where) if loaded is None else loaded
-            if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, _saved_again(loaded))
-                continue
-            part = _part(loaded, item, where)
-            target = planner.resolve_tensor(item).detach()
-            if target.size() != part.size():
-                raise CorruptFileError(where, f"shape {tuple(target.size())}", f"{tuple(part.size())}", _NEXT_STEP)
-            target.copy_(part)
-            planner.commit_tensor(item, target)
+
+def _give(planner: LoadPlanner, items: Iterable[ReadItem], data: bytes, where: str) -> None:
+    """Give the planner all that it wants of one item's bytes."""
+    loaded = load_item(data, where)
+    for item in items:
+        if item.type == LoadItemType.BYTE_IO:
+            saved_again = io.BytesIO()  # because the planner loads these bytes without any restriction
+            torch.save(loaded, saved_again)
+            saved_again.seek(0)
+            planner.load_bytes(item, saved_again)
+            continue
+        part = _part(loaded, item, where)
+        target = planner.resolve_tensor(item).detach()
+        if target.size() != part.size():
+            raise CorruptFileError(where, f"shape {tuple(target.size())}", f"{tuple(part.size())}", _NEXT_STEP)
+        target.copy_(part)
+        planner.commit_tensor(item, target)
 
 
 def read_sharded_manifest(directory: Path) -> Manifest:
@@ -198,14 +201,6 @@ def _part(loaded: object, item: ReadItem, where: str) -> Tensor:
             raise CorruptFileError(where, "the shard that the manifest names", found, _NEXT_STEP)
         loaded = loaded.narrow(dimension, start, length)
     return loaded
-
-
-def _saved_again(value: object) -> io.BytesIO:
-    """Return an object as torch.save writes it: DCP's planner loads these bytes without any restriction."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    buffer.seek(0)
-    return buffer
 
 
 class UnreadableMetadata:
