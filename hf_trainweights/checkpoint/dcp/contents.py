@@ -66,6 +66,11 @@ class ShardedContents:
         """Where each item lies: `file`, `start` and `stop`, in bytes."""
         return self.metadata.storage_data
 
+    @property
+    def files(self) -> list[str]:
+        """The names of the files in which items lie, sorted."""
+        return sorted({place.file for place in self.places.values()})
+
     @cached_property  # asked once for each name
     def tensors(self) -> dict[str, TensorStorageMetadata]:
         """The tensors by name; what else was saved is left out."""
@@ -184,8 +189,13 @@ def _weights(contents: ShardedContents) -> list[str]:
 
 def optimizer_tensors(contents: ShardedContents) -> dict[str, str]:
     """Return the states of optimizers: `state.<parameter>.<key>` to DCP's names."""
-    states = {name: state for name, state in contents.states.items() if name in contents.tensors}
-    return {f"state.{state.parameter}.{state.key}": name for name, state in states.items()}
+    states = contents.states
+    return {f"state.{each.parameter}.{each.key}": name for name, each in states.items() if name in contents.tensors}
+
+
+def trained_names(contents: ShardedContents) -> list[str]:
+    """Return the names of parameters of which an optimizer keeps tensors, maybe several times."""
+    return [state.parameter for name, state in contents.states.items() if name in contents.tensors]
 
 
 def unlisted_files(directory: Path) -> list[Path]:
@@ -199,7 +209,7 @@ def unlisted_files(directory: Path) -> list[Path]:
         contents.require_complete()
     except (CorruptFileError, OSError):
         return []
-    listed = {place.file for place in contents.places.values()}
+    listed = {*contents.files}
     unlisted = [path for path in directory.glob(f"__*{ITEM_SUFFIX}") if path.name not in listed]
     if contents.manifest is not None:  # without it only the items themselves know their anchors
         unlisted += [each for each in directory.glob(f"*{ANCHOR_SUFFIX}") if each.name not in contents.manifest.files]

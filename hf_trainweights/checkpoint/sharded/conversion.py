@@ -105,7 +105,7 @@ def restore_as_dcp(source: str | Path, out: str | Path) -> None:
         for each in contents:
             target = temporary / each.directory.relative_to(source)
             target.mkdir(exist_ok=True)
-            metadata = _write_items(each, target, {name: name for name in _files(each)})
+            metadata = _write_items(each, target, {name: name for name in each.files})
             with create_file(target / METADATA_NAME) as file:
                 file.write(metadata)
         if directories != [source]:
@@ -131,7 +131,7 @@ def write_plain_in_place(contents: ShardedContents) -> list[str]:
     The old files are whole until `.metadata` changes, whatever goes wrong.
     """
     directory, number = contents.directory, free_number(contents.directory)
-    new = {name: file_names(rank, number)[0] for rank, name in enumerate(_files(contents))}
+    new = {name: file_names(rank, number)[0] for rank, name in enumerate(contents.files)}
     metadata = _write_items(contents, directory, new)
     remove_files([directory / MANIFEST_NAME])  # .metadata alone describes the old files as well
     with replace_file(directory / METADATA_NAME) as file:
@@ -139,10 +139,6 @@ def write_plain_in_place(contents: ShardedContents) -> list[str]:
     old = [*map(directory.joinpath, new), *directory.glob(f"*{ANCHOR_SUFFIX}")]
     remove_files(sorted(old))
     return list(new.values())
-
-
-def _files(contents: ShardedContents) -> list[str]:
-    return sorted({place.file for place in contents.places.values()})
 
 
 def _write_items(contents: ShardedContents, target: Path, new_names: Mapping[str, str]) -> bytes:

@@ -14,8 +14,9 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from hf_trainweights.checkpoint.dcp.contents import (
     ShardedContents,
     all_weights,
-    optimizer_tensors,
     read_place,
     read_tensor_at,
+    trained_names,
     unlisted_files,
 )
 from hf_trainweights.checkpoint.dcp.metadata import Place
 from hf_trainweights.checkpoint.manifest import (
-    MANIFEST_NAME,
     PLAIN_MODE,
     FileEntry,
     Manifest,
@@ -148,28 +148,25 @@ class ShardedLayout:
     ) -> Iterator[tuple[ShardedContents, TrainWeightsWriter]]:
         """Yield the directories that are to be encoded; again, one that was rounded would have its error hidden."""
         weights = [name for each in contents for name in all_weights(each)]
-        states = [name.split(".", 1)[1].rpartition(".")[0] for each in contents for name in optimizer_tensors(each)]
-        job.policy.require_used([*weights, *states])
+        trained = [name for each in contents for name in trained_names(each)]
+        job.policy.require_used([*weights, *trained])
         buffers = job.buffers
-        if buffers is None and set(states) & set(weights):
-            buffers = sorted(set(weights) - set(states))
+        if buffers is None and set(trained) & set(weights):
+            buffers = sorted(set(weights) - set(trained))
         options: dict[str, Any] = {"buffers": buffers, "anchor_every": job.anchor_every}
+        options |= {"step": step, "metadata": metadata}
         for each in contents:
-            if each.manifest is not None and total_rounding(each.manifest):
-                continue
-            names = [*all_weights(each), *(name.split(".", 1)[1] for name in optimizer_tensors(each))]
-            rules = used_rules(job.policy, [*names, *(name.rpartition(".")[0] for name in names)])
-            options |= {"anchor": self._anchor(each.directory), "step": step, "metadata": metadata}
-            yield each, TrainWeightsWriter(each.directory, job.policy.mode, rules, **options)
+            if each.manifest is None or not total_rounding(each.manifest):
+                rules = used_rules(job.policy, [*all_weights(each), *trained_names(each)])
+                anchor = self._anchor(each.directory)
+                yield each, TrainWeightsWriter(each.directory, job.policy.mode, rules, anchor=anchor, **options)
 
     def _anchor(self, part: Path) -> Path | None:
         """Return the newest directory of the same kind that has anchors, in another checkpoint of the run."""
         for other in checkpoint_directories(self.path.parent):
             candidate = other / part.relative_to(self.path)
-            if other == self.path or not (candidate / MANIFEST_NAME).exists():
-                continue
             with contextlib.suppress(CorruptFileError, OSError):
-                anchor = read_manifest(candidate).sharded.get("anchor")
+                anchor = None if other == self.path else read_manifest(candidate).sharded.get("anchor")
                 if anchor and anchor.get("files"):
                     return candidate
         return None
@@ -219,36 +216,27 @@ def used_rules(policy: Policy, names: Sequence[str]) -> dict[str, Any]:
     return used
 
 
-@dataclass(frozen=True)
-class _Share:
-    """What one rank does: it reads items from their places in the old files and writes them into new ones."""
-
-    directory: Path
-    plan: SavePlan
-    places: Mapping[MetadataIndex, Place]
-
-    def __call__(self) -> list[WriteResult]:
-        items = self.plan.items
-        return write_items(RankItems(self.directory, items, self._read, self.plan.storage_data, at_hand=items))
-
-    def _read(self, item: WriteItem) -> Any:
-        place = self.places[item.index]
-        if item.type == WriteItemType.BYTE_IO:
-            return io.BytesIO(read_place(self.directory, place))
-        return read_tensor_at(self.directory, place, item.index.fqn)
-
-
-def _shares(writer: TrainWeightsWriter, contents: ShardedContents, size: int) -> list[_Share]:
+def _shares(writer: TrainWeightsWriter, contents: ShardedContents, size: int) -> list[Callable[[], list[WriteResult]]]:
+    """Return what each rank does: it reads items from their places in the old files and writes them into new ones."""
     items: list[list[WriteItem]] = [[] for _ in range(size)]
-    names = sorted({place.file for place in contents.places.values()})
-    owners = {name: _owner(name, number) % size for number, name in enumerate(names)}
+    owners = {name: _owner(name, number) % size for number, name in enumerate(contents.files)}
     for name, entry in contents.metadata.state_dict_metadata.items():
         for item in _items(name, entry):
             items[owners[contents.places[item.index].file]].append(item)
     keys = contents.metadata.planner_data
     plans = writer.prepare_global_plan([SavePlan(each, planner_data=keys) for each in items])
     places = [{item.index: contents.places[item.index] for item in plan.items} for plan in plans]
-    return [_Share(contents.directory, *each) for each in zip(plans, places, strict=True)]
+    return [partial(_write_share, contents.directory, *each) for each in zip(plans, places, strict=True)]
+
+
+def _write_share(directory: Path, plan: SavePlan, places: Mapping[MetadataIndex, Place]) -> list[WriteResult]:
+    def read(item: WriteItem) -> Any:
+        place = places[item.index]
+        if item.type == WriteItemType.BYTE_IO:
+            return io.BytesIO(read_place(directory, place))
+        return read_tensor_at(directory, place, item.index.fqn)
+
+    return write_items(RankItems(directory, plan.items, read, plan.storage_data, at_hand=plan.items))
 
 
 def _owner(name: str, number: int) -> int:
