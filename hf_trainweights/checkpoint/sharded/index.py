@@ -18,7 +18,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -98,26 +97,18 @@ def _shard_of(item: WriteItem) -> str:
 class ShardedAnchor(AnchorCandidate):
     """What a checkpoint says about the anchors that the next one may use; in its record `sha256` says nothing.
 
-    `files` are the names of shards, and `paths` where the file lies, by digest of each anchor file.
+    `shards` have by name the digest of the file that holds each, and `paths` by digest where that one lies.
     """
 
-    files: Mapping[str, tuple[str, ...]]
+    shards: Mapping[str, str]
     paths: Mapping[str, Path] = field(default_factory=dict)
-
-    @cached_property
-    def shards(self) -> dict[str, str]:
-        """The digest of the file that holds each shard."""
-        return {name: sha256 for sha256, names in self.files.items() for name in names}
 
     def part(self, names: Collection[str]) -> ShardedAnchor:
         """Return what it says about some shards: no rank needs to know those of all others."""
-        files: dict[str, list[str]] = defaultdict(list)
-        for name in names:
-            if name in self.shards:
-                files[self.shards[name]].append(name)
+        shards = {name: self.shards[name] for name in names if name in self.shards}
         rms = self.record.delta_rms
         record = replace(self.record, delta_rms={name: rms[name] for name in names if name in rms})
-        return replace(self, record=record, files=dict(files), paths={sha256: self.paths[sha256] for sha256 in files})
+        return replace(self, record=record, shards=shards, paths={each: self.paths[each] for each in shards.values()})
 
     def open(self, names: Iterable[str], directory: Path) -> dict[str, Anchor]:
         """Link the anchors of some shards into a checkpoint, and return by name those that are whole."""
@@ -127,8 +118,11 @@ class ShardedAnchor(AnchorCandidate):
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON."""
+        files: dict[str, list[str]] = defaultdict(list)
+        for name, sha256 in self.shards.items():
+            files[sha256].append(name)
         fields = {name: value for name, value in asdict(self.record).items() if name != "sha256"}
-        return {**fields, "files": {sha256: list(names) for sha256, names in self.files.items()}}
+        return {**fields, "files": files}
 
     @classmethod
     def from_dict(cls, value: Any) -> ShardedAnchor:
@@ -140,7 +134,7 @@ class ShardedAnchor(AnchorCandidate):
                 raise corrupt("sharded.anchor.files", "digests to names of shards", {sha256: names})
         fields = {name: content for name, content in value.items() if name != "files"}
         record = AnchorRecord.from_dict({"sha256": _NO_DIGEST, **fields})
-        return cls(record=record, files={sha256: tuple(names) for sha256, names in value["files"].items()})
+        return cls(record=record, shards={name: each for each, names in value["files"].items() for name in names})
 
 
 def find_sharded_anchor(directory: Path, step: int | None) -> ShardedAnchor | None:
@@ -151,7 +145,8 @@ def find_sharded_anchor(directory: Path, step: int | None) -> ShardedAnchor | No
         manifest = read_manifest(directory)
         anchor = ShardedAnchor.from_dict(manifest.sharded.get("anchor"))
         names = {entry.sha256: name for name, entry in manifest.files.items()}
-        paths = {sha256: directory / names.get(sha256, anchor_file_name(sha256)) for sha256 in anchor.files}
+        digests = sorted(set(anchor.shards.values()))
+        paths = {sha256: directory / names.get(sha256, anchor_file_name(sha256)) for sha256 in digests}
         for sha256, path in paths.items():
             if not path.is_file():
                 raise FileNotFoundError(f"{directory} does not hold the anchor {anchor_file_name(sha256)}")
@@ -244,23 +239,23 @@ def _file_entries(directory: Path, items: Sequence[StoredItem]) -> dict[str, Fil
 
 def _anchor_of(items: Sequence[StoredItem], previous: ShardedAnchor | None, is_exact: bool) -> ShardedAnchor:
     """Return what the checkpoint says about the anchors of the next one."""
-    names: dict[StoredFile, list[str]] = {item.file: [] for item in items}
     bits = elements = 0
-    measured = {}
+    measured, full = {}, {}
     for item in items:
         if "shard" not in item.row:
             continue
         name = f"{item.index.fqn}[{item.row['shard']}]"
-        names[item.file].append(name)
+        if item.file.is_anchor:
+            full[name] = item.file.sha256
         if item.delta_rms is not None:
             measured[name] = item.delta_rms
         if item.row["role"] == "weight":
             bits += 8 * item.row["bytes_out"]
             elements += item.elements
-    full = {file.sha256: tuple(each) for file, each in names.items() if file.is_anchor}
-    used = {sha256 for file in names for sha256 in file.anchors}
+    used = {sha256 for item in items for sha256 in item.file.anchors}
     if previous is None or not used:
-        return ShardedAnchor(record=AnchorRecord(_NO_DIGEST), files=full)
+        return ShardedAnchor(record=AnchorRecord(_NO_DIGEST), shards=full)
     moved = measured if any(measured.values()) else {}  # the anchor, made small once more, says nothing about drift
     record = previous.after_delta(bits / max(elements, 1), moved, is_exact=is_exact)
-    return ShardedAnchor(record=record, files={sha256: previous.files[sha256] for sha256 in sorted(used)} | full)
+    kept = {name: sha256 for name, sha256 in previous.shards.items() if sha256 in used}
+    return ShardedAnchor(record=record, shards=kept | full)
