@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from torch.futures import Future
 from hf_trainweights.checkpoint.dcp.metadata import METADATA_NAME
 from hf_trainweights.checkpoint.encoded.storage_tasks import Plan, TensorPlan
 from hf_trainweights.checkpoint.planning.policy import ModeName, Policy
-from hf_trainweights.checkpoint.planning.roles import Paths, StateName, models, optimizer_states
+from hf_trainweights.checkpoint.planning.roles import StateName, models, optimizer_states
 from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, require_count
 from hf_trainweights.checkpoint.sharded.index import (
     ShardedAnchor,
@@ -47,15 +47,21 @@ _OUTCOME = "The checkpoint that was there before, if there was one, is whole."
 
 
 def plan_tensors(
-    items: Iterable[WriteItem], paths: Paths, policy: Policy, buffers: Collection[str] | None, *, is_delta: bool
+    plans: Sequence[SavePlan], policy: Policy, buffers: Collection[str] | None, *, is_delta: bool
 ) -> dict[str, TensorPlan]:
-    """Plan all tensors of a save, by their names in the flattened state dict; `items` are those of all ranks.
+    """Plan all tensors of a save, by their names in the flattened state dict; `plans` are those of all ranks.
 
-    `paths` are the keys from which DCP's planner made each name. ConfigError: a rule names no tensor.
+    ConfigError: a rule names no tensor.
     """
-    items = list(items)
-    tensors = {each.index.fqn: _meta(each) for each in items if each.tensor_data is not None}
-    states = optimizer_states(each.index.fqn for each in items)
+    items = [item for plan in plans for item in plan.items]
+    tensors = {
+        item.index.fqn: torch.empty(data.size, dtype=data.properties.dtype, device="meta")
+        for item in items
+        if (data := item.tensor_data) is not None
+    }
+    states = optimizer_states(item.index.fqn for item in items)
+    # The keys from which DCP's planner made each name.
+    paths = {name: keys for plan in plans for name, keys in (plan.planner_data or {}).items()}
     by_model = models((name for name in tensors if name not in states), paths)
     parameters = {state.parameter for state in states.values()}
     policy.require_used([*(name for names in by_model.values() for name in names), *parameters])
@@ -76,12 +82,6 @@ def moments_together(plans: Sequence[SavePlan], tensor_plans: Mapping[str, Tenso
         for item in plan.items:
             lists[ranks.get(second_of(item, tensor_plans.get(item.index.fqn)), rank)].append(item)
     return [replace(plan, items=items) for plan, items in zip(plans, lists, strict=True)]
-
-
-def _meta(item: WriteItem) -> Tensor:
-    data = item.tensor_data
-    assert data is not None  # the caller asks for tensors only
-    return torch.empty(data.size, dtype=data.properties.dtype, device="meta")
 
 
 def _plan_model(
@@ -224,10 +224,10 @@ class TrainWeightsWriter(StorageWriter):
             number = free_number(self._path)
         previous = find_sharded_anchor(self._previous, self._fields["step"]) if self._previous else None
         is_due = previous is None or previous.is_spent(self._anchor_every)
-        tensor_plans = {} if is_due else self._plan(plans, is_delta=True)
+        tensor_plans = {} if is_due else plan_tensors(plans, self._policy, self._buffers, is_delta=True)
         self._anchor = previous if previous and _fits(previous, plans, tensor_plans) else None
         if self._anchor is None:
-            tensor_plans = self._plan(plans, is_delta=False)
+            tensor_plans = plan_tensors(plans, self._policy, self._buffers, is_delta=False)
         self._is_exact = all(plan.is_lossless for plan in tensor_plans.values() if is_weight(plan))
         drift_rms = previous.step_rms if previous and self._anchor is None else {}
         given = []
@@ -279,11 +279,6 @@ class TrainWeightsWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether a checkpoint can be saved there: at a path, not at a URL."""
         return "://" not in str(checkpoint_id)
-
-    def _plan(self, plans: list[SavePlan], *, is_delta: bool) -> dict[str, TensorPlan]:
-        items = [item for plan in plans for item in plan.items]
-        paths = {name: keys for plan in plans for name, keys in (plan.planner_data or {}).items()}
-        return plan_tensors(items, paths, self._policy, self._buffers, is_delta=is_delta)
 
 
 def write_items(rank: RankItems) -> list[WriteResult]:
