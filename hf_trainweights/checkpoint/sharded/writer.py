@@ -67,8 +67,16 @@ def plan_tensors(
     policy.require_used([*(name for names in by_model.values() for name in names), *parameters])
     planned: dict[str, TensorPlan] = {}
     for names in by_model.values():
-        planned |= _plan_model(names, tensors, parameters, policy, buffers, is_delta)
+        weights = {name: tensors[stored] for name, stored in names.items()}
+        exact = _find_buffers(weights, parameters) if buffers is None else buffers
+        plan = policy.plan_weights(weights, weights if is_delta else (), buffers=exact)
+        planned |= {stored: plan[name,] for name, stored in names.items()}
     return planned | _plan_states({name: each for name, each in states.items() if name in tensors}, tensors, policy)
+
+
+def _find_buffers(weights: Mapping[str, Tensor], parameters: Collection[str]) -> Collection[str]:
+    trained = weights.keys() & set(parameters) or {name for name, weight in weights.items() if weight.dim() > 1}
+    return weights.keys() - trained
 
 
 def moments_together(plans: Sequence[SavePlan], tensor_plans: Mapping[str, TensorPlan]) -> list[SavePlan]:
@@ -82,22 +90,6 @@ def moments_together(plans: Sequence[SavePlan], tensor_plans: Mapping[str, Tenso
         for item in plan.items:
             lists[ranks.get(second_of(item, tensor_plans.get(item.index.fqn)), rank)].append(item)
     return [replace(plan, items=items) for plan, items in zip(plans, lists, strict=True)]
-
-
-def _plan_model(
-    names: Mapping[str, str],
-    tensors: Mapping[str, Tensor],
-    parameters: Collection[str],
-    policy: Policy,
-    buffers: Collection[str] | None,
-    is_delta: bool,
-) -> dict[str, TensorPlan]:
-    weights = {name: tensors[flat_name] for name, flat_name in names.items()}
-    if buffers is None:
-        trained = weights.keys() & set(parameters) or {name for name, weight in weights.items() if weight.dim() > 1}
-        buffers = weights.keys() - trained
-    plan = policy.plan_weights(weights, weights if is_delta else (), buffers=buffers)
-    return {names[name]: plan[name,] for name in weights}
 
 
 def _plan_states(
