@@ -56,7 +56,14 @@ class ModelState:
         """
         flat: dict[str, Any] = {}
         for name, tensor in get_model_state_dict(self._model).items():
-            flat |= _stored(name, tensor)
+            local = _local(tensor)
+            if local is None:
+                flat[name] = tensor
+                continue
+            stored: dict[str, Tensor] = flatten_weight(name, local, None, plain=True)
+            if isinstance(tensor, DTensor):
+                stored = {key: _shard_as(tensor, each, local, key) for key, each in stored.items()}
+            flat |= stored
         return flat
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -94,18 +101,6 @@ def _local(tensor: object) -> QuantizedTensor | None:
     return local if isinstance(local, QuantizedTensor) else None
 
 
-def _stored(name: str, tensor: object) -> dict[str, Any]:
-    local = _local(tensor)
-    if local is None:
-        return {name: tensor}
-    flat = flatten_weight(name, local, None, plain=True)
-    return (
-        {key: _shard_as(tensor, each, local, key) for key, each in flat.items()}
-        if isinstance(tensor, DTensor)
-        else flat
-    )
-
-
 def _shard_as(weight: DTensor, stored: Tensor, local: QuantizedTensor, name: str) -> DTensor:
     """Return one stored tensor as it is spread over the ranks: cut like the weight's rows, or the same on all."""
     if any(not isinstance(each, Replicate) and each != Shard(0) for each in weight.placements):
@@ -113,11 +108,8 @@ def _shard_as(weight: DTensor, stored: Tensor, local: QuantizedTensor, name: str
         raise UnsupportedError(name, "shards of whole rows", str(weight.placements), next_step)
     parsed = parse_stored_name(name)
     shared = {FORMAT_SUFFIX, *local.format.shared_names}
+    mesh, placements, shape = weight.device_mesh, weight.placements, (weight.shape[0], *stored.shape[1:])
     if parsed is None or parsed[1] in shared:
-        placements = [Replicate()] * weight.device_mesh.ndim
-        return DTensor.from_local(stored, weight.device_mesh, placements, run_check=False)
-    shape = torch.Size((weight.shape[0], *stored.shape[1:]))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        stored, weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=stride
-    )
+        placements, shape = [Replicate()] * mesh.ndim, stored.shape
+    whole = torch.empty(shape, device="meta")
+    return DTensor.from_local(stored, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
