@@ -141,7 +141,7 @@ def _write_one(rank: RankItems, item: WriteItem, target: _RankFile) -> StoredIte
         report = TensorReport(name, name, "other", _OBJECT_CODEC, {}, None, len(data), len(data))
         return target.put_once(item, data, report)
     encoded = encode_file(rank.tensor(item), {(): plan})
-    return target.put_once(item, _Item.of(encoded).content, encoded.report[0])
+    return target.put_once(item, _Item.of(encoded.payload, encoded.structure).content, encoded.report[0])
 
 
 def _write_moments(rank: RankItems, first: WriteItem, second: WriteItem, target: _RankFile) -> list[StoredItem]:
@@ -171,7 +171,7 @@ class _RankFile:
 
     def put(self, item: WriteItem, encoded: EncodedFile, measured_rms: float | None) -> StoredItem:
         """Write a weight."""
-        each = _Item.of(encoded)
+        each = _Item.of(encoded.payload, encoded.structure)
         start = self.joiner.add(name_of(item), each) if self.joiner else self._append(each.content)
         stored = stored_item(item, self.place(start, each.content), encoded.report[0], encoded.anchor_sha256)
         return replace(stored, delta_rms=measured_rms)
@@ -221,10 +221,9 @@ class _Item:
     structure: dict[str, Any]
 
     @classmethod
-    def of(cls, encoded: EncodedFile) -> _Item:
+    def of(cls, payload: Tensor, structure: str) -> _Item:
         """Return an encoded file as a zip file of what torch.load needs; what else torch.save writes takes 1 kB."""
-        payload = encoded.payload.numpy().data
-        records = {"data.pkl": pickled(len(payload), encoded.structure), "data/0": payload, "version": b"3\n"}
+        records = {"data.pkl": pickled(len(payload), structure), "data/0": payload.numpy().data, "version": b"3\n"}
         memory, starts = np.empty(sum(map(len, records.values())) + _MOST_HEADER_BYTES, np.uint8), {}
         file = MemoryFile(memory)
         with zipfile.ZipFile(file, "w") as target:
@@ -235,7 +234,7 @@ class _Item:
                     starts[name] = file.tell()
                     member.write(content)
         data = torch.from_numpy(memory[: file.tell()])
-        return cls(data, starts["data/0"], open_structure(encoded.structure))
+        return cls(data, starts["data/0"], open_structure(structure))
 
     @property
     def lead(self) -> int:
@@ -255,21 +254,21 @@ class _Joiner:
         self._payload = FilePayload(file)
         self._storages: list[dict[str, Any]] = []
         self._tensors: list[dict[str, Any]] = []
-        self._numbers: dict[str, int] = {}
+        self._names: list[str] = []
 
     def add(self, name: str, item: _Item) -> int:
         """Append an item of one tensor under its key in the state dict, and return where it begins in the file."""
         nested, storages = _nest(item)
         self._payload.append(nested)
         (view,) = item.structure["tensors"]
-        self._numbers[name] = len(self._tensors)
+        self._names.append(name)
         self._tensors.append({**view, "storage": view["storage"] + len(self._storages) + 1})
         self._storages += storages
         return FIRST_RECORD_START + self._payload.size_bytes - len(item.data)
 
     def finish(self) -> None:
         """Complete the file."""
-        tree = {"dict": [[name, {"tensor": number}] for name, number in self._numbers.items()]}
+        tree = {"dict": [[name, {"tensor": number}] for number, name in enumerate(self._names)]}
         structure = {"version": VERSION, "tree": tree, "tensors": self._tensors, "storages": self._storages}
         self._payload.complete(seal_structure(structure))
 
@@ -297,7 +296,7 @@ def _item(storages: list[dict[str, Any]], pieces: Iterable[Tensor]) -> _Item:
         payload.append(piece)
     view = {"storage": len(storages) - 1}
     content = {"version": VERSION, "tree": {"tensor": 0}, "tensors": [view], "storages": storages}
-    return _Item.of(EncodedFile(seal_structure(content), (), None, payload.finish()))
+    return _Item.of(payload.finish(), seal_structure(content))
 
 
 def _nest(item: _Item) -> tuple[Tensor, list[dict[str, Any]]]:
