@@ -133,10 +133,14 @@ def _give(planner: LoadPlanner, items: Iterable[ReadItem], data: bytes, where: s
             saved_again.seek(0)
             planner.load_bytes(item, saved_again)
             continue
-        part = _part(loaded, item, where)
-        target = planner.resolve_tensor(item).detach()
-        if target.size() != part.size():
-            raise CorruptFileError(where, f"shape {tuple(target.size())}", f"{tuple(part.size())}", _NEXT_STEP)
+        if not isinstance(loaded, Tensor):
+            raise CorruptFileError(where, "a tensor", type(loaded).__name__, _NEXT_STEP)
+        target, ranges = planner.resolve_tensor(item).detach(), zip(item.storage_offsets, item.lengths, strict=True)
+        wanted = tuple(slice(start, start + length) for start, length in ranges)
+        part = loaded[wanted] if len(wanted) == loaded.dim() else loaded
+        if part.size() != target.size():
+            expected = f"the shard that the manifest names, {tuple(target.size())} at {tuple(item.storage_offsets)}"
+            raise CorruptFileError(where, expected, f"one of shape {tuple(loaded.size())}", _NEXT_STEP)
         target.copy_(part)
         planner.commit_tensor(item, target)
 
@@ -190,17 +194,6 @@ def _require_whole_zip(data: bytes, where: str) -> None:
     except Exception as error:  # zipfile raises anything on damaged archives
         found = f"{type(error).__name__}: {error}"[:300]
         raise CorruptFileError(where, "a whole torch zip file", found, _NEXT_STEP) from error
-
-
-def _part(loaded: object, item: ReadItem, where: str) -> Tensor:
-    if not isinstance(loaded, Tensor):
-        raise CorruptFileError(where, "a tensor", type(loaded).__name__, _NEXT_STEP)
-    for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-        if dimension >= loaded.dim() or start + length > loaded.size(dimension):
-            found = f"one of shape {tuple(loaded.shape)}"
-            raise CorruptFileError(where, "the shard that the manifest names", found, _NEXT_STEP)
-        loaded = loaded.narrow(dimension, start, length)
-    return loaded
 
 
 class UnreadableMetadata:

@@ -152,6 +152,14 @@ def lay_over(path: Path) -> None:
     resigned(path, change)
 
 
+def take_bytes_of_another(path: Path) -> None:
+    def change(manifest: dict[str, Any]) -> None:
+        other = row_of(manifest, "model.norm.weight")
+        row_of(manifest, "model.up.weight").update(bytes=other["bytes"], crc32=other["crc32"])
+
+    resigned(path, change)
+
+
 FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "no metadata": (unlink(".metadata"), r"complete checkpoint, found no \.metadata. Its save was interrupted"),
     "no manifest": (unlink(MANIFEST_NAME), "FileSystemReader reads it"),
@@ -179,6 +187,10 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "range that is none": (change_row("model.up.weight", bytes="5:3"), "a range such as"),
     "no range": (change_row("model.up.weight", bytes=None), "a range of bytes"),
     "wrong checksum": (change_row("model.up.weight", crc32=1), "crc32 1"),
+    "bytes of another item": (
+        take_bytes_of_another,
+        r"the shard that the manifest names, .* found one of shape \(96,\)",
+    ),
     "shard that is none": (change_row("model.up.weight", shard="0:96,x"), "a range such as"),
     "shard of a number": (change_row("model.up.weight", shard=3), "a slice such as"),
     "keys that are none": (change_sharded("keys", {"model.embed.weight": "[1.5]"}), "strings and integers"),
