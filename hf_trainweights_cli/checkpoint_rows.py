@@ -79,7 +79,7 @@ def _plain_bytes(manifest: Manifest) -> dict[str, int]:
 
 def verification_row(directory: Path) -> dict[str, Any]:
     """Return whether a checkpoint is intact, damaged or, without a manifest, unverified."""
-    from hf_trainweights.checkpoint.dcp.contents import dcp_directories
+    from hf_trainweights.checkpoint.dcp.reader import dcp_directories
     from hf_trainweights.checkpoint.directory import layout_of, plain_problem
     from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
     from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, converted_weights_problem

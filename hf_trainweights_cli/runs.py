@@ -17,7 +17,7 @@ _CHECKPOINT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".safetensors")
 
 def checkpoints(path: Path) -> list[Path]:
     """Return the checkpoint directories of a run, the oldest first, or the one checkpoint that a path is itself."""
-    from hf_trainweights.checkpoint.dcp.contents import dcp_directories
+    from hf_trainweights.checkpoint.dcp.reader import dcp_directories
     from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
     from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories
     from hf_trainweights.errors import ConfigError

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_trainweights.checkpoint.dcp.contents import dcp_directories
+from hf_trainweights.checkpoint.dcp.reader import dcp_directories
 from hf_trainweights.checkpoint.encoded.base_weights import find_base
 from hf_trainweights.checkpoint.encoded.reader import register_anchor_directory
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX

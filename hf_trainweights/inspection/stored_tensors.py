@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file as load_safetensors
 from torch import Tensor
 
-from hf_trainweights.checkpoint.dcp.contents import ShardedContents, all_weights, dcp_directories, optimizer_tensors
+from hf_trainweights.checkpoint.dcp.reader import ShardedContents, all_weights, dcp_directories, optimizer_tensors
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, register_anchor_directory
 from hf_trainweights.checkpoint.encoded.tree import path_text
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest

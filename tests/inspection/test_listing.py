@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hf_trainweights import TrainWeightsConfig
-from hf_trainweights.checkpoint.dcp.contents import ShardedContents
+from hf_trainweights.checkpoint.dcp.reader import ShardedContents
 from hf_trainweights.checkpoint.directory import compress_directory
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.inspection.difference import compare_checkpoints

@@ -19,14 +19,14 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from hf_trainweights.checkpoint.dcp.contents import (
+from hf_trainweights.checkpoint.dcp.metadata import METADATA_NAME, Place
+from hf_trainweights.checkpoint.dcp.reader import (
     ShardedContents,
     current_manifest,
     dcp_directories,
     model_weights,
     read_place,
 )
-from hf_trainweights.checkpoint.dcp.metadata import METADATA_NAME, Place
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_trainweights.checkpoint.run.verification import list_files, require_intact

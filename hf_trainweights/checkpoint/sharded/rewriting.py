@@ -24,15 +24,15 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from hf_trainweights.checkpoint.dcp.contents import (
+from hf_trainweights.checkpoint.dcp.metadata import ITEM_SUFFIX, Place
+from hf_trainweights.checkpoint.dcp.reader import (
     ShardedContents,
     all_weights,
     read_place,
     read_tensor_at,
     trained_names,
-    unlisted_files,
 )
-from hf_trainweights.checkpoint.dcp.metadata import Place
+from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest import (
     PLAIN_MODE,
     FileEntry,
@@ -55,6 +55,7 @@ from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedErr
 from hf_trainweights.files.atomic import save_errors
 from hf_trainweights.files.disk import lock_directory
 from hf_trainweights.files.staging import remove_abandoned
+from hf_trainweights.files.temporary import is_old
 
 _WRITTEN_BY = re.compile(r"__(\d+)_")
 
@@ -81,8 +82,24 @@ class ShardedLayout:
         return None
 
     def unlisted(self, directory: Path) -> list[Path]:
-        """List what an interrupted save or rewriting has left in one of the directories."""
-        return unlisted_files(directory) if directory in self._parts else unused_anchors(directory)
+        """List what an interrupted save or rewriting has left in one of the directories, sorted.
+
+        Nothing where no whole checkpoint is there, since what is missing may be put back. Ranks on several machines
+        hold no lock, so what is younger than a day may be of a save that still runs.
+        """
+        if directory not in self._parts:
+            return unused_anchors(directory)
+        try:
+            contents = ShardedContents(directory)
+            contents.require_complete()
+        except (CorruptFileError, OSError):
+            return []
+        listed = {*contents.files}
+        unlisted = [file for file in directory.glob(f"__*{ITEM_SUFFIX}") if file.name not in listed]
+        if contents.manifest is not None:  # without it only the items themselves know their anchors
+            anchors = directory.glob(f"*{ANCHOR_SUFFIX}")
+            unlisted += [anchor for anchor in anchors if anchor.name not in contents.manifest.files]
+        return sorted(filter(is_old, unlisted))
 
     def rewriting_bytes(self) -> int:
         """Return the free space that rewriting takes: old files of a directory stay until all new ones are there."""

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from trees import fingerprint
 
 from hf_trainweights.checkpoint import compress_directory
-from hf_trainweights.checkpoint.dcp.contents import ShardedContents
+from hf_trainweights.checkpoint.dcp.reader import ShardedContents
 from hf_trainweights.checkpoint.sharded.conversion import restore_as_dcp, restore_as_model
 from hf_trainweights.errors import ConfigError, CorruptFileError
 

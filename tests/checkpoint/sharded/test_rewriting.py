@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from trees import fingerprint
 
 from hf_trainweights.checkpoint import collect_garbage, compress_directory, latest, restore_directory, verify_checkpoint
-from hf_trainweights.checkpoint.dcp.contents import ShardedContents
+from hf_trainweights.checkpoint.dcp.reader import ShardedContents
 from hf_trainweights.checkpoint.directory import layout_of
 from hf_trainweights.checkpoint.encoded import reader
 from hf_trainweights.checkpoint.manifest import read_manifest, total_rounding

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from checkpoint.sharded_states import sample_state, save_plain
 
-from hf_trainweights.checkpoint.dcp.contents import ShardedContents, dcp_directories
+from hf_trainweights.checkpoint.dcp.reader import ShardedContents, dcp_directories
 
 
 def test_tensors_are_listed_once_however_many_are_asked_for(tmp_path: Path) -> None:
