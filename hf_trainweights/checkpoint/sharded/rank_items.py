@@ -29,8 +29,6 @@ _SAMPLE_ELEMENTS = 64
 # What the estimate of drift takes from the group of a parameter.
 _FIELDS = ("lr", "betas")
 
-Resolve = Callable[[WriteItem], Any]
-
 
 @dataclass(frozen=True)
 class RankOrders:
@@ -56,7 +54,7 @@ class RankItems:
 
     directory: Path
     items: Sequence[WriteItem]
-    resolve: Resolve
+    resolve: Callable[[WriteItem], Any]
     orders: RankOrders
     at_hand: Sequence[WriteItem] = ()
 
