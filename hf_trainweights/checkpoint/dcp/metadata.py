@@ -167,8 +167,8 @@ def _parse_shard(where: str, text: object) -> ChunkStorageMetadata:
     if type(text) is not str:
         raise corrupt(where, "a slice such as 0:64,0:128", text)
     ranges = [_parse_range(where, part) for part in text.split(",")] if text else []
-    sizes = torch.Size(stop - start for start, stop in ranges)
-    return ChunkStorageMetadata(torch.Size(start for start, _ in ranges), sizes)
+    sizes = torch.Size([stop - start for start, stop in ranges])
+    return ChunkStorageMetadata(torch.Size([start for start, _ in ranges]), sizes)
 
 
 def _parse_range(where: str, text: str) -> tuple[int, int]:
@@ -333,7 +333,7 @@ def fill_whole(size: Sequence[int], shards: Iterable[ChunkStorageMetadata]) -> b
     meet add up to 0, so a filled box shows its own corners alone. Any overlap or hole leaves others.
     """
     boxes = [(shard.offsets, shard.sizes) for shard in shards]
-    if any({len(offsets), len(sizes)} != {len(size)} for offsets, sizes in boxes):
+    if any(len(offsets) != len(size) or len(sizes) != len(size) for offsets, sizes in boxes):
         return False
     cut = [i for i, length in enumerate(size) if any((each[i], sizes[i]) != (0, length) for each, sizes in boxes)]
     if len(cut) > _MOST_CUT_DIMENSIONS:
