@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from hf_trainweights.checkpoint.encoded.storages import DTYPES, corrupt
+from hf_trainweights.checkpoint.encoded.tree import DTYPES, corrupt
 from hf_trainweights.checkpoint.manifest import FileEntry, Manifest
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.reading import is_safe_name, open_regular_file

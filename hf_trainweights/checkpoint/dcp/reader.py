@@ -23,8 +23,7 @@ from torch.futures import Future
 from zlib_ng import zlib_ng
 
 from hf_trainweights.checkpoint.dcp.metadata import ITEM_SUFFIX, METADATA_NAME, Place, metadata_of, read_plain_metadata
-from hf_trainweights.checkpoint.encoded.anchor import find_anchor
-from hf_trainweights.checkpoint.encoded.reader import load_item, register_anchor_directory
+from hf_trainweights.checkpoint.encoded.reader import find_anchor, load_item, register_anchor_directory
 from hf_trainweights.checkpoint.encoded.structure import anchor_file_name
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from hf_trainweights.checkpoint.planning.roles import StateName, models, optimizer_states

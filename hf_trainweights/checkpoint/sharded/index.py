@@ -27,10 +27,10 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from hf_trainweights.checkpoint.dcp.metadata import ITEM_SUFFIX, METADATA_NAME, VERSION, Place, entry_text
-from hf_trainweights.checkpoint.encoded.anchor import Anchor
+from hf_trainweights.checkpoint.encoded.decoder import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import TensorReport
-from hf_trainweights.checkpoint.encoded.storages import corrupt
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, anchor_file_name
+from hf_trainweights.checkpoint.encoded.tree import corrupt
 from hf_trainweights.checkpoint.manifest import FileEntry, Manifest, read_manifest, write_manifest
 from hf_trainweights.checkpoint.run.anchors import AnchorCandidate, AnchorRecord, link_anchor
 from hf_trainweights.errors import CorruptFileError, UnsupportedError

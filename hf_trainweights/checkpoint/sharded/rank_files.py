@@ -46,9 +46,8 @@ from hf_trainweights.checkpoint.run.anchors import delta_rms
 from hf_trainweights.checkpoint.sharded.index import StoredFile, StoredItem, name_of, stored_item
 from hf_trainweights.checkpoint.sharded.rank_items import AdamStates, RankItems, on_cpu, second_of
 from hf_trainweights.files.atomic import replace_file
-from hf_trainweights.files.memory_file import MemoryFile
 from hf_trainweights.files.reading import DigestedFile
-from hf_trainweights.files.torch_zip_writer import FIRST_RECORD_START, Writable
+from hf_trainweights.files.torch_zip import FIRST_RECORD_START, MemoryFile, Writable
 
 # Steps, learning rates and the like are the same for most parameters; items up to this length are stored once.
 _REPEATED_BYTES = 4096

@@ -53,9 +53,8 @@ from hf_trainweights.checkpoint.sharded.rank_items import RankItems
 from hf_trainweights.checkpoint.sharded.writer import TrainWeightsWriter, write_items
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
 from hf_trainweights.files.atomic import save_errors
-from hf_trainweights.files.disk import lock_directory
+from hf_trainweights.files.disk import is_old, lock_directory
 from hf_trainweights.files.staging import remove_abandoned
-from hf_trainweights.files.temporary import is_old
 
 _WRITTEN_BY = re.compile(r"__(\d+)_")
 
