@@ -7,7 +7,7 @@
 - A hook for modules that modules get, which passes over all but the layers of PEFT over quantized weights: PEFT asks
   nobody how to write to a weight of another class (`host/adapters`).
 - `PreTrainedModel._from_config` refuses the configuration of a model that this package quantized: Transformers asks no
-  quantizer there, and makes a float model that says of itself that it is quantized (`host/construction`).
+  quantizer there, and makes a float model that says of itself that it is quantized (`host/models`).
 
 The first save of a quantized model puts a function in the place of `safe_save_file`, which Transformers writes each
 shard by and offers no other way to: it calls Transformers' own except within our saves (`host/checkpoints`).
@@ -28,7 +28,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 
 from hf_trainweights.models.choosing.config import QUANT_METHOD, TrainWeightsConfig
 from hf_trainweights.models.host.adapters import meet_adapters
-from hf_trainweights.models.host.construction import refuse_quantized_configurations
+from hf_trainweights.models.host.models import refuse_quantized_configurations
 from hf_trainweights.tensor.modules import describe
 
 

@@ -42,7 +42,7 @@ from hf_trainweights.files.atomic import create_file, remove_files, replace_file
 from hf_trainweights.files.disk import lock_directory
 from hf_trainweights.files.reading import DigestedFile, is_torch_file, open_regular_file
 from hf_trainweights.files.staging import remove_abandoned
-from hf_trainweights.models.host.origin import model_origin
+from hf_trainweights.models.host.models import model_origin
 
 ANCHOR_EVERY_SAVES = 8
 

@@ -20,7 +20,7 @@ from hf_trainweights.exports.lowering import lowered
 from hf_trainweights.exports.packages import require
 from hf_trainweights.exports.targets.base import Target
 from hf_trainweights.exports.tracer_errors import tracer_errors
-from hf_trainweights.models.host.exporters import onnx_graph
+from hf_trainweights.models.host.models import onnx_graph
 
 # A protobuf of 2 GiB cannot be read; the graph itself needs some room.
 _LARGEST_FILE_BYTES = 1_900_000_000

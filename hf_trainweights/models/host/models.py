@@ -1,13 +1,18 @@
-"""What a model of Transformers says about its own weights and purpose."""
+"""Models of Transformers: what they say of their weights, purpose and origin; how they are made, copied and traced."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
 from importlib import import_module
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_trainweights.models.host.versions import private_attribute
+from hf_trainweights.errors import ConfigError
+from hf_trainweights.models.host.versions import private, private_attribute
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
@@ -70,3 +75,80 @@ def tasks_of(class_name: str) -> list[str]:
         for task, classes in tables.items()
         if any(class_name in ([names] if isinstance(names, str) else names) for names in classes.values())
     ]
+
+
+def model_origin(model: nn.Module) -> tuple[str | None, str | None]:
+    """Return the directory or name on the Hub that a model's weights came from, and the commit; None where unknown.
+
+    Transformers 5.17 keeps the commit, 5.23 does not.
+
+    Examples:
+        >>> model_origin(nn.Linear(1, 1))
+        (None, None)
+    """
+    get_base_model = getattr(model, "get_base_model", None)
+    config = getattr(get_base_model() if callable(get_base_model) else model, "config", None)
+    name, commit = (getattr(config, key, None) for key in ("_name_or_path", "_commit_hash"))
+    return (name if isinstance(name, str) and name else None), (commit if isinstance(commit, str) else None)
+
+
+def refuse_quantized_configurations(method: str) -> None:
+    """Let `from_config` refuse the configuration of a quantized model; on the meta device it makes its skeleton.
+
+    Transformers asks no quantizer there. It would make a float model of random weights that says of itself that it is
+    quantized, so that nothing could load what it saves.
+    """
+    original: Any = getattr(PreTrainedModel, "_from_config", None)
+    if original is None:
+        return
+
+    @functools.wraps(original.__func__)
+    def from_config(cls: type[PreTrainedModel], config: Any, **kwargs: Any) -> Any:
+        # `from_pretrained` makes models, and the models within them, on the meta device; `init_empty_weights` of
+        # accelerate puts parameters there, and leaves the default device as it is.
+        if quant_method(config) == method and not nn.LayerNorm(1).weight.is_meta:
+            raise ConfigError(
+                f"{cls.__name__}.from_config",
+                "the configuration of a float model: its weights are random, and no quantizer is asked",
+                f"one of a model that {method} has quantized",
+                "Load the model with from_pretrained; for random weights, delete config.quantization_config first, and "
+                "call quantize_ on the model.",
+            )
+        return original.__func__(cls, config, **kwargs)
+
+    PreTrainedModel._from_config = classmethod(from_config)  # type: ignore[method-assign]
+
+
+def quant_method(config: Any) -> object:
+    """Return the name of the method that a model's configuration says it is quantized by; None for a float model."""
+    described = getattr(config, "quantization_config", None)
+    return described.get("quant_method") if isinstance(described, dict) else getattr(described, "quant_method", None)
+
+
+def onnx_graph(model: nn.Module, inputs: Mapping[str, Any], opset: int, dynamic_shapes: Any = None) -> Any:
+    """Trace a model to an `onnx_ir.Model` whose dimensions are free wherever the model leaves them free."""
+    exporter = private("exporters.exporter_onnx", "OnnxExporter")()
+    config = private("exporters.configs", "OnnxConfig")(
+        dynamic=True, opset_version=opset, dynamic_shapes=dynamic_shapes
+    )
+    with _without_caches(model) if inputs.get("use_cache") is False else contextlib.nullcontext():
+        exported = exporter.export(model, dict(inputs), config)
+    # 5.17 returns PyTorch's program, 5.23 its own.
+    return exported.program if hasattr(exported, "components") else exported.model
+
+
+@contextlib.contextmanager
+def _without_caches(model: nn.Module) -> Iterator[None]:
+    """Hold every configuration in a model at `use_cache=False` within the context.
+
+    Transformers' exporter takes the argument and sets it in the model's configuration alone; T5's decoder has its own.
+    """
+    configs = {id(config): config for each in model.modules() if (config := getattr(each, "config", None)) is not None}
+    caching = [config for config in configs.values() if getattr(config, "use_cache", None)]
+    try:
+        for config in caching:
+            config.use_cache = False
+        yield
+    finally:
+        for config in caching:
+            config.use_cache = True

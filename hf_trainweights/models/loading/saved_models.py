@@ -15,7 +15,7 @@ from hf_trainweights.files.spill import Spill
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 from hf_trainweights.models.choosing.advice import advice_unsaid
 from hf_trainweights.models.choosing.config import QUANT_METHOD
-from hf_trainweights.models.host.construction import quant_method
+from hf_trainweights.models.host.models import quant_method
 from hf_trainweights.models.loading.load_state import spilled_to
 from hf_trainweights.models.loading.missing_weights import parameter_names, saved_class
 

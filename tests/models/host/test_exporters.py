@@ -8,7 +8,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES
 
-from hf_trainweights.models.host import exporters
+from hf_trainweights.models.host import models
 
 
 def test_no_part_of_a_model_returns_a_cache_where_none_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,10 +24,10 @@ def test_no_part_of_a_model_returns_a_cache_where_none_is_asked_for(monkeypatch:
         components = ()
 
     replacements = {"OnnxExporter": Exporter, "OnnxConfig": lambda **_: None}
-    monkeypatch.setattr(exporters, "private", lambda _, name: replacements[name])
+    monkeypatch.setattr(models, "private", lambda _, name: replacements[name])
     architecture = ARCHITECTURES["t5"]
     model, inputs = architecture.build(torch.float32).eval(), architecture.make_inputs()
     before = model.decoder.config.use_cache
-    outputs = exporters.onnx_graph(model, {**inputs, "use_cache": False}, 21)
+    outputs = models.onnx_graph(model, {**inputs, "use_cache": False}, 21)
     assert list(outputs) == ["logits", "encoder_last_hidden_state"]
     assert model.decoder.config.use_cache is before is True
