@@ -20,8 +20,12 @@ from hf_trainweights.models.choosing.advice import say_if_head_is_large, say_if_
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.choosing.selection import check_choice, choose, survey
 from hf_trainweights.models.choosing.summary import Calibrated, Summary, check_not_empty
-from hf_trainweights.models.host.checkpoints import drop_conversions, expect_unused, restore_merging
-from hf_trainweights.models.host.converters import offer_before_merging
+from hf_trainweights.models.host.checkpoints import (
+    drop_conversions,
+    expect_unused,
+    offer_before_merging,
+    restore_merging,
+)
 from hf_trainweights.models.host.tensor_parallel import is_loaded_by_ranks, read_whole, run_on_parts
 from hf_trainweights.models.loading.conversion import (
     TrainWeightsDeserialize,

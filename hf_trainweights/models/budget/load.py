@@ -24,8 +24,7 @@ from hf_trainweights.models.budget.plan import Losses, Measurements, weights_to_
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.choosing.selection import choose
 from hf_trainweights.models.choosing.summary import Summary
-from hf_trainweights.models.host.checkpoints import read_by
-from hf_trainweights.models.host.converters import NamedLoad, QuantizerOp
+from hf_trainweights.models.host.checkpoints import NamedLoad, QuantizerOp, read_by
 from hf_trainweights.models.host.tensor_parallel import is_loaded_by_ranks
 from hf_trainweights.models.loading.conversion import TrainWeightsQuantize
 from hf_trainweights.models.loading.experts import rows_of_experts

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_trainweights.models.host.converters import NamedLoad, QuantizerOp, make_converter
+from hf_trainweights.models.host.checkpoints import NamedLoad, QuantizerOp, make_converter
 from hf_trainweights.models.loading.experts import quantize_experts, wrong_shape
 from hf_trainweights.models.loading.load_state import LoadState, keep_in
 from hf_trainweights.tensor.coded_weights import CODED_FLOAT_SUFFIX, CODED_SUFFIX

@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats.base import Format
-from hf_trainweights.models.host.converters import NamedLoad
+from hf_trainweights.models.host.checkpoints import NamedLoad
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 

@@ -19,8 +19,8 @@ from weights import same_stored
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig
 from hf_trainweights.errors import UnsupportedError
-from hf_trainweights.models.host import converters
-from hf_trainweights.models.host.converters import (
+from hf_trainweights.models.host import checkpoints
+from hf_trainweights.models.host.checkpoints import (
     MergingConverter,
     QuantizerOp,
     make_converter,
@@ -50,16 +50,16 @@ def quantized(directory: Path) -> PreTrainedModel:
 @pytest.fixture
 def other_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make Transformers one whose converters lack an attribute that ours use."""
-    monkeypatch.setattr(converters, "_CONVERTER_ATTRIBUTES", ("source_patterns", "no_such_attribute"))
+    monkeypatch.setattr(checkpoints, "_CONVERTER_ATTRIBUTES", ("source_patterns", "no_such_attribute"))
 
 
 # ---- the installed version
 
 
-@pytest.mark.parametrize("name", converters._CONVERTER_ATTRIBUTES)
+@pytest.mark.parametrize("name", checkpoints._CONVERTER_ATTRIBUTES)
 def test_a_converter_has_the_attribute(name: str) -> None:
     assert hasattr(WeightConverter(["a", "b"], "c", [Concatenate(dim=1)]), name)
-    assert converters._has_known_converters()
+    assert checkpoints._has_known_converters()
 
 
 def test_the_operations_of_a_merge_tell_their_dimension() -> None:
@@ -120,7 +120,7 @@ def test_without_an_attribute_the_same_weights_are_loaded_saved_and_loaded_again
 def test_without_a_class_the_error_says_which_versions_have_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(core_model_loading, name)
     with pytest.raises(UnsupportedError, match=r"core_model_loading: expected transformers>=5\.17.*pip install"):
-        runpy.run_path(converters.__file__)
+        runpy.run_path(checkpoints.__file__)
 
 
 # ---- our converters
