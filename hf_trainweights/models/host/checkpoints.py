@@ -34,11 +34,6 @@ except ImportError as error:
 # for another rank.
 NamedLoad = tuple[str, Callable[[], Tensor | None]]
 
-_CONVERTER_ATTRIBUTES = (
-    *("source_patterns", "_original_source_patterns", "_original_target_patterns", "scope_prefix", "base_model_prefix"),
-    *("collected_tensors", "layer_targets", "quantization_operation", "operations", "force_cpu"),
-)
-
 # Above the level of every message.
 _NOTHING = 100
 
@@ -109,11 +104,9 @@ def make_converter(
 ) -> WeightConverter:
     """Return a converter that makes one parameter of several tensors; the patterns are the ends of their names.
 
-    Where a version lacks an attribute, Transformers' own converter does the same more slowly. With `on_cpu` the
-    operation gets the tensors on the CPU, wherever the parameter is to be.
+    With `on_cpu` the operation gets the tensors on the CPU, wherever the parameter is to be.
     """
-    cls = Converter if _has_known_converters() else WeightConverter
-    return cls(
+    return Converter(
         source_patterns=source_patterns, target_patterns=target_pattern, operations=[operation], force_cpu=on_cpu
     )
 
@@ -121,10 +114,9 @@ def make_converter(
 def offer_before_merging(conversion: Any) -> Any:
     """Return a converter that does the same as one of Transformers', but offers experts to the quantizer one by one.
 
-    One that does anything but merge experts is returned itself, and so is every one where a version lacks an attribute:
-    the result is the same, but all experts of a layer are in memory as floats.
+    One that does anything but merge experts is returned itself.
     """
-    if not merges_experts(conversion) or type(conversion) is not WeightConverter or not _has_known_converters():
+    if not merges_experts(conversion) or type(conversion) is not WeightConverter:
         return conversion
     converter = MergingConverter(
         source_patterns=list(conversion._original_source_patterns),
@@ -140,11 +132,6 @@ def merges_experts(conversion: Any) -> bool:
     """Return whether a renaming or converter puts experts, which a checkpoint keeps one by one, into one parameter."""
     kinds = [(type(op), getattr(op, "dim", None)) for op in getattr(conversion, "operations", ())]
     return kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
-
-
-def _has_known_converters() -> bool:
-    # The attributes are slots, so the class has them too.
-    return all(hasattr(WeightConverter, name) for name in _CONVERTER_ATTRIBUTES)
 
 
 def drop_conversions(model: PreTrainedModel, operation: type[QuantizerOp]) -> None:
@@ -244,9 +231,6 @@ class _SaveFile:
 def writing_files_by(write: Callable[..., None]) -> Iterator[None]:
     """Let Transformers write the safetensors files of a save in this thread by a function like `save_file`."""
     original = getattr(modeling_utils, _SAVE_FILE, None)
-    if original is None:
-        yield
-        return
     if not isinstance(original, _SaveFile):
         setattr(modeling_utils, _SAVE_FILE, _SaveFile(original))
     token = _save_file.set(write)

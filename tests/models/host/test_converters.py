@@ -1,4 +1,4 @@
-"""Transformers' converters are what we take them for, and a version without them loads the same weights."""
+"""Transformers' converters are what we take them for, and ours do the same."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, core_model_loading
 from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, WeightConverter, WeightTransform
 from transformers.quantizers.base import HfQuantizer
-from weights import same_stored
 
-from hf_trainweights import QuantizedTensor, TrainWeightsConfig
+from hf_trainweights import TrainWeightsConfig
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.models.host import checkpoints
 from hf_trainweights.models.host.checkpoints import (
@@ -47,19 +46,19 @@ def quantized(directory: Path) -> PreTrainedModel:
     return load(directory, quantization_config=TrainWeightsConfig("int8"))
 
 
-@pytest.fixture
-def other_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make Transformers one whose converters lack an attribute that ours use."""
-    monkeypatch.setattr(checkpoints, "_CONVERTER_ATTRIBUTES", ("source_patterns", "no_such_attribute"))
-
-
 # ---- the installed version
 
 
-@pytest.mark.parametrize("name", checkpoints._CONVERTER_ATTRIBUTES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("source_patterns", "_original_source_patterns", "_original_target_patterns", "scope_prefix"),
+        *("base_model_prefix", "collected_tensors", "layer_targets", "quantization_operation", "operations"),
+        "force_cpu",
+    ],
+)
 def test_a_converter_has_the_attribute(name: str) -> None:
     assert hasattr(WeightConverter(["a", "b"], "c", [Concatenate(dim=1)]), name)
-    assert checkpoints._has_known_converters()
 
 
 def test_the_operations_of_a_merge_tell_their_dimension() -> None:
@@ -91,29 +90,6 @@ def test_scales_keep_their_dtype_by_the_mark_of_the_operation(
 
 
 # ---- other versions
-
-
-@pytest.mark.usefixtures("other_version")
-def test_without_an_attribute_transformers_own_converters_serve() -> None:
-    merge = WeightConverter(["x.*.a"], "x.c", [MergeModulelist(dim=0)])
-    assert offer_before_merging(merge) is merge
-    assert type(make_converter(["_weight_qdata"], "weight", Operation())) is WeightConverter
-
-
-@pytest.mark.slow
-def test_without_an_attribute_the_same_weights_are_loaded_saved_and_loaded_again(
-    directory: Path, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    expected = dict(quantized(directory).named_parameters())
-    request.getfixturevalue("other_version")
-    model = quantized(directory)
-    model.save_pretrained(tmp_path)
-    for each in (model, ARCHITECTURES["qwen3_moe"].auto_class.from_pretrained(tmp_path)):
-        for name, parameter in each.named_parameters():
-            if isinstance(parameter, QuantizedTensor):
-                assert same_stored(parameter, expected[name])
-            else:
-                assert torch.equal(parameter, expected[name])
 
 
 @pytest.mark.parametrize("name", ["WeightConverter", "ConversionOps", "MergeModulelist", "Concatenate"])
