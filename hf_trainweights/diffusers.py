@@ -19,9 +19,9 @@ from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.models.choosing.config import QUANT_METHOD, TrainWeightsConfig
 from hf_trainweights.models.choosing.selection import NOT_IN_CHECKPOINT, check_choice, choose, survey
 from hf_trainweights.models.choosing.summary import Choice, check_not_empty
-from hf_trainweights.models.loading.device_maps import refuse_disk
-from hf_trainweights.models.loading.experts import wrong_shape
+from hf_trainweights.models.loading.conversion import wrong_shape
 from hf_trainweights.models.loading.stored_weights import check_weight_files
+from hf_trainweights.models.quantizer import refuse_disk
 from hf_trainweights.models.saving.saved_tensors import get_memory_footprint
 from hf_trainweights.tensor.guards import guards_of, is_guard, is_notice
 from hf_trainweights.tensor.modules import as_parameter, dequantize_

@@ -26,8 +26,8 @@ from hf_trainweights.imports.source import Source
 from hf_trainweights.imports.weights import AGAIN
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.choosing.summary import Summary
-from hf_trainweights.models.loading.missing_weights import saved_class
 from hf_trainweights.models.loading.saved_models import download, load_saved, read_config, refuse_file
+from hf_trainweights.models.loading.stored_weights import saved_class
 from hf_trainweights.models.saving.companions import copy_companions
 from hf_trainweights.models.saving.new_directories import new_directory, require_vacant_directory
 

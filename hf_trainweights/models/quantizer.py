@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,11 +33,8 @@ from hf_trainweights.models.loading.conversion import (
     TrainWeightsQuantize,
     deserialize_converters,
 )
-from hf_trainweights.models.loading.cut_plans import cut_plans
-from hf_trainweights.models.loading.device_maps import lift_cpu_limit, map_disk_to_cpu, refuse_disk
 from hf_trainweights.models.loading.load_state import LoadState, return_freed_memory
-from hf_trainweights.models.loading.missing_weights import check_guards, check_none_is_missing
-from hf_trainweights.models.loading.stored_weights import check_weight_files
+from hf_trainweights.models.loading.stored_weights import check_guards, check_none_is_missing, check_weight_files
 from hf_trainweights.models.saving.hub import hub_id
 from hf_trainweights.models.saving.ranks import failing_alike
 from hf_trainweights.models.saving.saved_tensors import flat_state_dict
@@ -47,7 +45,21 @@ from hf_trainweights.tensor.modules import dequantize_
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import FoldStoredTensors
 
+# Tensors of a quantized file are views of the memory-mapped file: on the "cpu" they take no memory until they are used.
+_MAPPED = 'Modules on "disk" are memory-mapped on "cpu" instead: nothing is copied until it is used.'
+
 _logger = logging.get_logger(__name__)
+
+
+def refuse_disk(device_map: Any) -> None:
+    """Check that a device map keeps every weight that is quantized on the fly in memory."""
+    if isinstance(device_map, Mapping) and "disk" in device_map.values():
+        raise ConfigError(
+            "device_map",
+            "memory for every weight that is quantized on the fly",
+            'modules on "disk", which Transformers would leave in float',
+            "Save a quantized copy first (save_pretrained), then load that with this device_map.",
+        )
 
 
 class TrainWeightsHfQuantizer(HfQuantizer):
@@ -113,12 +125,20 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             refuse_disk(device_map)
 
     def update_device_map(self, device_map: Any) -> Any:
-        """Return the device map with "cpu" for "disk"."""
-        return map_disk_to_cpu(device_map)
+        """Return a new device map with "cpu" for "disk"; what is no dict comes back as it is."""
+        if not isinstance(device_map, Mapping):
+            return device_map
+        if "disk" in device_map.values():
+            _logger.warning(_MAPPED)
+        return {name: "cpu" if device == "disk" else device for name, device in device_map.items()}
 
     def adjust_max_memory(self, max_memory: dict[Any, Any]) -> dict[Any, Any]:
         """Return limits for `device_map="auto"` by which no module of a quantized checkpoint goes to the "disk"."""
-        return lift_cpu_limit(max_memory, self._model_bytes) if self.pre_quantized else max_memory
+        if not self.pre_quantized:
+            return max_memory
+        if sum(max_memory.values()) < self._model_bytes:
+            _logger.warning(_MAPPED)
+        return {**max_memory, "cpu": sys.maxsize}
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         files = kwargs.get("checkpoint_files") or []
@@ -135,7 +155,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
                 check_measurable(model, files)
                 self._to_plan = model, files
         if is_loaded_by_ranks(model):
-            self._whole_reads = read_whole(model, lambda parts: cut_plans(model, self.state, parts, self.pre_quantized))
+            self._whole_reads = read_whole(model, lambda parts: self.state.plan_cuts(model, parts, self.pre_quantized))
         return model
 
     def _choose(self, model: PreTrainedModel) -> None:

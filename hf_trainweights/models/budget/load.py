@@ -26,8 +26,7 @@ from hf_trainweights.models.choosing.selection import choose
 from hf_trainweights.models.choosing.summary import Summary
 from hf_trainweights.models.host.checkpoints import NamedLoad, QuantizerOp, read_by
 from hf_trainweights.models.host.tensor_parallel import is_loaded_by_ranks
-from hf_trainweights.models.loading.conversion import TrainWeightsQuantize
-from hf_trainweights.models.loading.experts import rows_of_experts
+from hf_trainweights.models.loading.conversion import TrainWeightsQuantize, rows_of_experts
 from hf_trainweights.models.loading.load_state import LoadState
 from hf_trainweights.models.loading.stored_weights import StoredWeight
 

@@ -1,6 +1,10 @@
 """How weights become quantized while Transformers loads them: the quantizer's operations.
 
 Every operation makes its weight through `LoadState.parameter_or_stand_in`, so that a typed error survives the load.
+
+Experts are quantized one by one, so that no merged float weight is ever in memory. They are quantized independently,
+and rows too, except in formats in which the rows of an expert share something. So stacking and concatenating rows of
+codes gives the very tensors that quantizing the merged weight gives.
 """
 
 from __future__ import annotations
@@ -11,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.files.spill import Spill
+from hf_trainweights.formats.base import Format
 from hf_trainweights.models.host.checkpoints import NamedLoad, QuantizerOp, make_converter
-from hf_trainweights.models.loading.experts import quantize_experts, wrong_shape
 from hf_trainweights.models.loading.load_state import LoadState, keep_in
 from hf_trainweights.tensor.coded_weights import CODED_FLOAT_SUFFIX, CODED_SUFFIX
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
@@ -55,7 +61,7 @@ class TrainWeightsQuantize(QuantizerOp):
         shape = self.state.shape_read(name, skeleton)
 
         def make() -> Tensor:
-            made = quantize_experts(name, shape, form, parts, len(skeleton), self.state.spill)
+            made = _quantize_experts(name, shape, form, parts, len(skeleton), self.state.spill)
             return self.state.own_part(name, made, skeleton)
 
         return self.state.parameter_or_stand_in(skeleton, make)
@@ -111,3 +117,86 @@ def _check_shape(name: str, weight: Tensor, shape: torch.Size) -> None:
     # Transformers up to 5.22 takes a quantized weight of any shape.
     if weight.shape != shape:
         raise wrong_shape(name, tuple(shape), str(tuple(weight.shape)))
+
+
+def _quantize_experts(
+    name: str, shape: torch.Size, form: Format, parts: Sequence[Sequence[NamedLoad]], count: int, spill: Spill | None
+) -> QuantizedTensor:
+    """Quantize the experts of a weight `[E, N, K]` one by one and put them together.
+
+    `parts` are concatenated along N, each of them one tensor per expert; one of another rank loads None. `count` is the
+    number of experts that all ranks hold together.
+    """
+    _, N, K = shape
+    _check_count(name, count, parts)
+    merged: dict[str, Tensor] = {}
+    dtype, expert = torch.float32, 0
+    for sources in zip(*parts, strict=True):
+        loaded = [(source_name, load()) for source_name, load in sources]
+        weights = [(source_name, weight) for source_name, weight in loaded if weight is not None]
+        if not weights:
+            continue
+        _check_expert(weights, N, K)
+        if not form.has_independent_rows and len(weights) > 1:
+            # What the rows of an expert share is chosen by all of them.
+            weights = [(_names(weights), torch.cat([weight for _, weight in weights]))]
+        row = 0
+        for source_name, weight in weights:
+            stored = form.quantize(weight, source_name)
+            if not merged:
+                dtype = weight.dtype
+                if spill is None or weight.device.type != "cpu":
+                    merged = form.empty(shape, dtype, weight.device)
+                else:
+                    merged = {key: spill.empty(*spec) for key, spec in form.tensor_specs(shape, dtype).items()}
+            for key, tensor in stored.items():
+                rows = slice(None) if key in form.shared_names else slice(row, row + weight.shape[0])
+                merged[key][expert, rows].copy_(tensor)
+            row += weight.shape[0]
+        expert += 1
+    return QuantizedTensor(merged, form, shape, dtype)
+
+
+def rows_of_experts(name: str, shape: Sequence[int], parts: Sequence[Sequence[NamedLoad]], numbers: Tensor) -> Tensor:
+    """Return new float rows `[n, K]` of experts `[E, N, K]`, read expert by expert.
+
+    `numbers` are theirs among the rows of all experts, in order.
+    """
+    E, N, K = shape
+    _check_count(name, E, parts)
+    found = []
+    for expert in range(E):
+        wanted = numbers[numbers // N == expert] % N
+        if len(wanted):
+            loaded = [(source_name, load()) for source_name, load in (part[expert] for part in parts)]
+            weights = [(source_name, weight) for source_name, weight in loaded if weight is not None]
+            _check_expert(weights, N, K)
+            found.append(torch.cat([weight for _, weight in weights])[wanted])
+    return torch.cat(found)
+
+
+def _check_count(name: str, E: int, parts: Sequence[Sequence[NamedLoad]]) -> None:
+    if any(len(part) != E for part in parts):
+        counts = " and ".join(str(len(part)) for part in parts)
+        next_step = "A shard is missing; download or save the model and its config.json again."
+        raise CorruptFileError(name, f"{E} experts", counts, next_step)
+
+
+def _check_expert(weights: Sequence[tuple[str, Tensor]], N: int, K: int) -> None:
+    shapes = [tuple(weight.shape) for _, weight in weights]
+    if {shape[1:] for shape in shapes} != {(K,)} or sum(shape[0] for shape in shapes) != N:
+        raise wrong_shape(_names(weights), (N, K), " and ".join(map(str, shapes)))
+
+
+def _names(weights: Sequence[tuple[str, Tensor]]) -> str:
+    return " and ".join(source_name for source_name, _ in weights)
+
+
+def wrong_shape(name: str, shape: tuple[int, ...], found: str) -> CorruptFileError:
+    """Return the error for a weight that has another shape than the model's."""
+    return CorruptFileError(
+        name,
+        f"shape {shape}, as config.json has it",
+        found,
+        "Weights and config.json belong to different models; download or save both again.",
+    )

@@ -5,21 +5,23 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from hf_trainweights.errors import SaveError, TrainWeightsError, UnsupportedError
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.choosing.summary import Choice
-from hf_trainweights.models.host.tensor_parallel import LocalPart
+from hf_trainweights.models.host.models import base_prefix
+from hf_trainweights.models.host.tensor_parallel import LocalPart, plan_of
 from hf_trainweights.models.loading.stored_weights import StoredWeight
-from hf_trainweights.tensor.distributed.placements import Placed, is_distributed, local_tensor
-from hf_trainweights.tensor.distributed.shards import cut
+from hf_trainweights.tensor.distributed.placements import Placed, check_parts, is_distributed, local_tensor
+from hf_trainweights.tensor.distributed.shards import cut, has_own_codes
 from hf_trainweights.tensor.modules import as_parameter
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
@@ -100,6 +102,35 @@ class LoadState:
         part = cut(weight, skeleton, name, self.plans[name]) if name in self.plans else weight
         part.padded_rows = Placed(name, part.format, part.transposed, skeleton).gathered_rows()
         return part
+
+    def plan_cuts(self, model: PreTrainedModel, parameters: Mapping[str, Any], pre_quantized: bool) -> Iterable[str]:
+        """Return the weights that every rank reads whole, and keep what cuts them.
+
+        Of a quantized checkpoint these are the quantized weights. Of a float one they are those whose codes depend on
+        more than this rank's part: of the others Transformers reads the part alone, which is then quantized.
+        UnsupportedError: a part would be empty, or would end within a group.
+        """
+        self.plans = {}
+        for name, parameter in parameters.items():
+            choice, plan = self.choices.get(name), plan_of(model, name)
+            if pre_quantized:
+                # Its format is known when its stored tensors are there.
+                if self._is_stored_quantized(model, name):
+                    self.plans[name] = plan
+            elif choice is not None and choice.format is not None:
+                placed = Placed(name, choice.format, choice.transposed, parameter, plan)
+                check_parts(placed)
+                if not has_own_codes(placed):
+                    self.plans[name] = plan
+        return self.plans
+
+    def _is_stored_quantized(self, model: PreTrainedModel, name: str) -> bool:
+        """Return whether files have a weight quantized; where they have another name for it, what was chosen tells."""
+        prefix = base_prefix(model)
+        for stored_name in (name, name.removeprefix(prefix), prefix + name):
+            if stored_name in self.stored:
+                return self.stored[stored_name].kind == "quantized"
+        return name in self.choices
 
     def _file(self, name: str) -> str:
         """Return the file that holds a weight; the directory where the checkpoint has it under another name."""

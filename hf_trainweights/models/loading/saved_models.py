@@ -17,7 +17,7 @@ from hf_trainweights.models.choosing.advice import advice_unsaid
 from hf_trainweights.models.choosing.config import QUANT_METHOD
 from hf_trainweights.models.host.models import quant_method
 from hf_trainweights.models.loading.load_state import spilled_to
-from hf_trainweights.models.loading.missing_weights import parameter_names, saved_class
+from hf_trainweights.models.loading.stored_weights import parameter_names, saved_class
 
 # Weights for frameworks that nothing here reads.
 _FOREIGN = ("*.h5", "*.msgpack", "*.ot", "*.onnx*", "*.gguf", "*.tflite", "*.mlmodel*", "onnx/*", "openvino/*")

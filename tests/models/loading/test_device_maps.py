@@ -7,8 +7,15 @@ import sys
 import pytest
 import torch
 
+from hf_trainweights import TrainWeightsConfig
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.models.loading.device_maps import lift_cpu_limit, map_disk_to_cpu, refuse_disk
+from hf_trainweights.models.quantizer import TrainWeightsHfQuantizer, refuse_disk
+
+
+@pytest.fixture
+def quantizer() -> TrainWeightsHfQuantizer:
+    """Return the quantizer of a quantized checkpoint."""
+    return TrainWeightsHfQuantizer(TrainWeightsConfig(), pre_quantized=True)
 
 
 def test_modules_on_the_disk_are_refused_and_all_others_are_not() -> None:
@@ -18,9 +25,11 @@ def test_modules_on_the_disk_are_refused_and_all_others_are_not() -> None:
         refuse_disk({"model": "cpu", "lm_head": "disk"})
 
 
-def test_a_new_map_has_the_cpu_for_the_disk_and_the_users_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_new_map_has_the_cpu_for_the_disk_and_the_users_stays_as_it_is(
+    quantizer: TrainWeightsHfQuantizer, caplog: pytest.LogCaptureFixture
+) -> None:
     given = {"model": 0, "lm_head": "disk"}
-    assert map_disk_to_cpu(given) == {"model": 0, "lm_head": "cpu"}
+    assert quantizer.update_device_map(given) == {"model": 0, "lm_head": "cpu"}
     assert given == {"model": 0, "lm_head": "disk"}
     assert [record.message.partition(" instead")[0] for record in caplog.records] == [
         'Modules on "disk" are memory-mapped on "cpu"'
@@ -28,17 +37,21 @@ def test_a_new_map_has_the_cpu_for_the_disk_and_the_users_stays_as_it_is(caplog:
 
 
 @pytest.mark.parametrize("device_map", [None, "auto", {"": "cpu"}])
-def test_a_map_without_the_disk_stays_as_it_is(device_map: object, caplog: pytest.LogCaptureFixture) -> None:
-    assert map_disk_to_cpu(device_map) == device_map
+def test_a_map_without_the_disk_stays_as_it_is(
+    quantizer: TrainWeightsHfQuantizer, device_map: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert quantizer.update_device_map(device_map) == device_map
     assert not caplog.records
 
 
 @pytest.mark.parametrize(("model_bytes", "warned"), [(300, False), (301, True)])
 def test_the_cpu_takes_what_the_accelerators_do_not(
-    model_bytes: int, warned: bool, caplog: pytest.LogCaptureFixture
+    quantizer: TrainWeightsHfQuantizer, model_bytes: int, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     given = {0: 100, "cpu": 200}
-    assert lift_cpu_limit(given, model_bytes) == {0: 100, "cpu": sys.maxsize}
+    quantizer._model_bytes = model_bytes
+    assert quantizer.adjust_max_memory(given) == {0: 100, "cpu": sys.maxsize}
     assert given == {0: 100, "cpu": 200}
     assert bool(caplog.records) == warned
-    assert lift_cpu_limit({0: 100}, 100) == {0: 100, "cpu": sys.maxsize}
+    quantizer._model_bytes = 100
+    assert quantizer.adjust_max_memory({0: 100}) == {0: 100, "cpu": sys.maxsize}

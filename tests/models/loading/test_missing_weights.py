@@ -19,7 +19,7 @@ from transformers import AutoModelForSequenceClassification as Classifier
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_
 from hf_trainweights.errors import CorruptFileError
-from hf_trainweights.models.loading.missing_weights import saved_class
+from hf_trainweights.models.loading.stored_weights import saved_class
 
 
 def save(name: str, directory: Path, *, include_embeddings: bool = False) -> PreTrainedModel:
