@@ -28,9 +28,8 @@ from hf_trainweights.files.staging import staged_files
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.host.checkpoints import checkpoint_tensors, names_not_saved
 from hf_trainweights.models.host.models import has_adapters
-from hf_trainweights.models.saving.checkpoint_rows import matrices_in_checkpoint
-from hf_trainweights.models.saving.companions import copy_companions, write_config
-from hf_trainweights.models.saving.saved_tensors import whole_state_dict
+from hf_trainweights.models.saving.new_directories import copy_companions, write_config
+from hf_trainweights.models.saving.saved_tensors import matrices_in_checkpoint, whole_state_dict
 from hf_trainweights.models.saving.saving import is_replaced
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 

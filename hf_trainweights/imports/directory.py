@@ -28,8 +28,7 @@ from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.choosing.summary import Summary
 from hf_trainweights.models.loading.saved_models import download, load_saved, read_config, refuse_file
 from hf_trainweights.models.loading.stored_weights import saved_class
-from hf_trainweights.models.saving.companions import copy_companions
-from hf_trainweights.models.saving.new_directories import new_directory, require_vacant_directory
+from hf_trainweights.models.saving.new_directories import copy_companions, new_directory, require_vacant_directory
 
 # Where config.json describes a quantized model; compressed-tensors used the second before Transformers knew it.
 _KEYS = ("quantization_config", "compression_config")

@@ -14,7 +14,7 @@ from hf_trainweights.errors import CorruptFileError, UnsupportedError
 from hf_trainweights.files.digests import CONFIG_NAME
 from hf_trainweights.models.choosing.layers import is_experts, is_transposed
 from hf_trainweights.models.host.models import base_prefix
-from hf_trainweights.models.saving.checkpoint_rows import matrices_in_checkpoint
+from hf_trainweights.models.saving.saved_tensors import matrices_in_checkpoint
 
 _Shapes = Mapping[str, tuple[int, ...]]
 

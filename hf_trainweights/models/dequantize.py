@@ -15,10 +15,13 @@ from hf_trainweights.files.safetensors_file import TensorToWrite, write_shards
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.models.host.checkpoints import checkpoint_tensors, names_not_saved
 from hf_trainweights.models.loading.saved_models import load_quantized
-from hf_trainweights.models.saving.checkpoint_rows import matrices_in_checkpoint
-from hf_trainweights.models.saving.companions import copy_companions, write_config
-from hf_trainweights.models.saving.new_directories import new_directory, require_vacant_directory
-from hf_trainweights.models.saving.saved_tensors import whole_state_dict
+from hf_trainweights.models.saving.new_directories import (
+    copy_companions,
+    new_directory,
+    require_vacant_directory,
+    write_config,
+)
+from hf_trainweights.models.saving.saved_tensors import matrices_in_checkpoint, whole_state_dict
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 

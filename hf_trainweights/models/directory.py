@@ -24,11 +24,14 @@ from hf_trainweights.models.choosing.config import FormatName, TrainWeightsConfi
 from hf_trainweights.models.choosing.summary import Summary
 from hf_trainweights.models.loading.saved_models import load_quantized, load_saved, load_tokenizer, read_config
 from hf_trainweights.models.quantize_in_place import quantize_module
-from hf_trainweights.models.saving.card import CARD_NAME, calibrated_of, read_card
-from hf_trainweights.models.saving.companions import companions, copy_companions
-from hf_trainweights.models.saving.hub import begin_push
-from hf_trainweights.models.saving.new_directories import new_directory, require_vacant_directory
-from hf_trainweights.models.saving.saving import choose_card, is_replaced
+from hf_trainweights.models.saving.hub import CARD_NAME, begin_push, calibrated_of, choose_card, read_card
+from hf_trainweights.models.saving.new_directories import (
+    companions,
+    copy_companions,
+    new_directory,
+    require_vacant_directory,
+)
+from hf_trainweights.models.saving.saving import is_replaced
 
 
 def quantize_directory(

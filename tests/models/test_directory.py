@@ -25,7 +25,7 @@ from hf_trainweights import TrainWeightsConfig, import_directory
 from hf_trainweights.errors import ConfigError, CorruptFileError, QuantizationError, SaveError
 from hf_trainweights.models.directory import quantize_directory
 from hf_trainweights.models.loading.saved_models import load_saved, load_tokenizer, saved_parameter_names
-from hf_trainweights.models.saving import companions
+from hf_trainweights.models.saving import new_directories
 
 INT4 = {"format": "int4", "group_size": 32}
 COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "merges.txt", "spiece.model", "preprocessor_config.json")
@@ -169,7 +169,7 @@ def test_a_file_that_cannot_be_read_is_named_and_nothing_is_left_behind(
             raise OSError(errno.EIO, "Input/output error")
 
     (llama / "tokenizer.json").write_text("{}")
-    monkeypatch.setattr(companions, "open_regular_file", lambda path: Unreadable())
+    monkeypatch.setattr(new_directories, "open_regular_file", lambda path: Unreadable())
     with pytest.raises(ConfigError, match=r"/float/\w+\.json: expected .*, found .*Input/output error\. Check"):
         quantize_directory(llama, tmp_path / "out", TrainWeightsConfig("int8"))
     assert [path.name for path in tmp_path.iterdir()] == ["float"]

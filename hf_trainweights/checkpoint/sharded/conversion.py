@@ -35,8 +35,7 @@ from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.atomic import create_file, remove_files, replace_file
 from hf_trainweights.files.reading import open_regular_file
 from hf_trainweights.files.safetensors_file import TensorToWrite, write_safetensors, write_shards
-from hf_trainweights.models.saving.companions import copy_companions
-from hf_trainweights.models.saving.new_directories import new_directory, require_vacant_directory
+from hf_trainweights.models.saving.new_directories import copy_companions, new_directory, require_vacant_directory
 
 _CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
 

@@ -25,7 +25,7 @@ from hf_trainweights.exports.targets.onnx import BLOCKS_OPSET, Onnx
 from hf_trainweights.exports.targets.onnxruntime import OnnxRuntime
 from hf_trainweights.files.staging import staged_files
 from hf_trainweights.files.weight_files import ENTRY_POINTS
-from hf_trainweights.models.saving.companions import copy_companions
+from hf_trainweights.models.saving.new_directories import copy_companions
 
 _TARGETS = {"portable": Onnx, "onnxruntime": OnnxRuntime}
 

@@ -1,4 +1,9 @@
-"""Pushes to the Hub in two steps: the Hub may refuse before a file is written, then one commit is made.
+"""The README.md of a quantized model, and pushes to the Hub.
+
+A generated card ends in a line with the digest of the text above it. Once someone edits the card, the digest no longer
+fits, and the card is theirs: it is never generated again.
+
+A push has two steps: the Hub may refuse before a file is written, then one commit is made.
 
 Transformers pushes from inside save_pretrained, knows safetensors only, and leaves the weight files of earlier pushes
 where they are, which a loader might pick instead of the new ones. Here one commit adds and removes.
@@ -6,20 +11,201 @@ where they are, which a loader might pick instead of the new ones. Here one comm
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
+import transformers
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedModel
+from yaml import YAMLError
 
 from hf_trainweights.errors import SaveError
-from hf_trainweights.models.saving.card import CARD_NAME, read_card
+from hf_trainweights.files.digests import package_versions
+from hf_trainweights.models.choosing.summary import Calibrated, Choice
+from hf_trainweights.models.host.models import has_adapters, tasks_of
+
+CARD_NAME = "README.md"
+
+_logger = logging.getLogger(__name__)
+
+_LIBRARY = "transformers"
+_TAG = "hf-trainweights"
+_LICENSE = ("license", "license_name", "license_link")
+# The Hub has no such task any more, nor has Transformers 5 a pipeline for it.
+_GONE_TASKS = ("text2text-generation",)
+_MARK = "<!-- hf_trainweights wrote this card and writes it anew until someone edits it: {} -->\n"
+_MARK_LENGTH = len(_MARK.format("0" * 64))
+
+
+def read_card(file: Path) -> str | None:
+    """Return the text of a card with its own line ends, bytes that are no UTF-8 replaced; None if there is none."""
+    return file.read_bytes().decode(errors="replace") if file.is_file() else None
+
+
+def is_generated(text: str) -> bool:
+    """Return whether `model_card` wrote a card and nobody has edited it since, but for its line ends."""
+    text = text.replace("\r\n", "\n")
+    body = text[:-_MARK_LENGTH]
+    return text == body + _MARK.format(_digest(body))
+
+
+def model_card(
+    model: PreTrainedModel,
+    repo_id: str,
+    tags: Iterable[str] = (),
+    earlier: str | None = None,
+    calibrated: Calibrated | None = None,
+) -> str:
+    """Return the text of a model's card, metadata and Markdown; always the same for the same model and name.
+
+    Licence and task are kept from the card beside the weights that the model was loaded from, else from `earlier`.
+    `calibrated` is what calibration was worth. Of a model that was dequantized, or saves its adapters alone, it
+    mentions no quantized weights.
+    """
+    quantizer: Any = getattr(model, "hf_quantizer", None)
+    title = f"# {repo_id.rpartition('/')[2]}"
+    if quantizer is None or has_adapters(model):
+        return _signed(ModelCardData(library_name=_LIBRARY, tags=list(tags) or None), [title, _use(model, repo_id)])
+    choices = quantizer.summary().tensors
+    source = model.config.name_or_path
+    cards = [_metadata(text) for text in (read_card(Path(source, CARD_NAME)) if source else None, earlier) if text]
+    base = _base_model(model, cards)
+    formats = [choice.format.name for choice in choices if choice.format is not None]
+    inherited: dict[str, Any] = {"pipeline_tag": _task(model)} | _inherited(cards)
+    data = ModelCardData(
+        base_model=base,
+        base_model_relation="quantized" if base else None,
+        library_name=_LIBRARY,
+        **inherited,
+        tags=list(dict.fromkeys([_TAG, "quantized", *formats, *tags])),
+    )
+    return _signed(data, [title, _about(choices, base, calibrated), _use(model, repo_id), _contents(choices)])
+
+
+def with_tags(text: str, tags: Iterable[str]) -> str:
+    """Return a card with further tags, and otherwise as it was."""
+    card = ModelCard(text, ignore_metadata_errors=True)
+    present = card.data.get("tags") or []
+    missing = [tag for tag in dict.fromkeys(tags) if tag not in present]
+    if not missing:
+        return text
+    card.data["tags"] = [*present, *missing]
+    return str(card)
+
+
+def calibrated_of(model: PreTrainedModel) -> Calibrated | None:
+    """Return what calibration was worth to a quantized model: just now, or before it was saved where it comes from."""
+    quantizer: Any = getattr(model, "hf_quantizer", None)
+    if quantizer is None or quantizer.quantization_config.calibration_sha256 is None:
+        return None
+    source = model.config.name_or_path
+    return quantizer.calibrated or (Calibrated.beside(Path(source)) if source else None)
+
+
+def _base_model(model: PreTrainedModel, cards: Iterable[dict[str, Any]]) -> str | None:
+    """Return the Hub id of the float model that a model was quantized from, None where it is not known."""
+    quantizer: Any = model.hf_quantizer
+    known = quantizer.quantization_config.base_model
+    if known is not None or not quantizer.pre_quantized:
+        return known
+    named = (card.get("base_model") for card in cards)
+    return next((base for base in named if isinstance(base, str)), None)
+
+
+def _inherited(cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the licence and the task of the cards: quantizing changes neither."""
+    licensed = next((card for card in cards if card.get("license")), {})
+    inherited = {key: licensed[key] for key in _LICENSE if key in licensed}
+    task = next((card["pipeline_tag"] for card in cards if card.get("pipeline_tag")), None)
+    return inherited | ({"pipeline_tag": task} if task else {})
+
+
+def _task(model: PreTrainedModel) -> str | None:
+    """Return the Hub's name for the task of a model's class, None for a class without a head."""
+    tasks = tasks_of(type(model).__name__)
+    # Of several tasks the last one is the most specific: Gemma 3 takes images too, BART is no fill-mask model.
+    return tasks[-1] if tasks and tasks[-1] not in _GONE_TASKS else None
+
+
+def _metadata(text: str) -> dict[str, Any]:
+    try:
+        return ModelCard(text, ignore_metadata_errors=True).data.to_dict()
+    except (ValueError, TypeError, YAMLError) as error:
+        _logger.warning("The metadata of a %s cannot be read, so nothing is taken from it: %s", CARD_NAME, error)
+        return {}
+
+
+def _signed(data: ModelCardData, parts: Iterable[str]) -> str:
+    text = "\n\n".join([f"---\n{data.to_yaml()}\n---", *parts]) + "\n\n"
+    return f"{text}{_MARK.format(_digest(text))}"
+
+
+def _about(choices: Sequence[Choice], base: str | None, calibrated: Calibrated | None) -> str:
+    before, after = sum(each.bytes_before for each in choices), sum(each.bytes_after for each in choices)
+    source = f"[{base}](https://huggingface.co/{base})" if base else "A Transformers model"
+    about = (
+        f"{source} with weights quantized by `hf_trainweights`: "
+        f"{_megabytes(before)} of parameters as floats, {_megabytes(after)} as they lie here."
+    )
+    return f"{about}\n\nThe codes were {calibrated}." if calibrated else about
+
+
+def _use(model: PreTrainedModel, repo_id: str) -> str:
+    quantized = hasattr(model, "hf_quantizer")
+    # How to import a class of the user's own is not known.
+    name = type(model).__name__ if hasattr(transformers, type(model).__name__) else "AutoModel"
+    package = "hf_trainweights" if quantized else "transformers"
+    notice = "import hf_trainweights  # first: without this line the model does not load\n"
+    return f"""## Use
+
+```bash
+pip install {package}
+```
+
+```python
+{notice if quantized else ""}from transformers import {name}
+
+model = {name}.from_pretrained("{repo_id}")
+```"""
+
+
+def _contents(choices: Iterable[Choice]) -> str:
+    groups: dict[str, list[Choice]] = defaultdict(list)
+    for choice in choices:
+        groups["not quantized" if choice.format is None else str(choice.format)].append(choice)
+    rows = [
+        f"| {name} | {len(group)} | {numel:,} | {8 * stored_bytes / max(1, numel):.2f} | {_megabytes(stored_bytes)} |"
+        for name, group in sorted(groups.items())
+        for numel, stored_bytes in [(sum(each.numel for each in group), sum(each.bytes_after for each in group))]
+    ]
+    table = "\n".join(rows)
+    versions = ", ".join(f"{package} {version}" for package, version in package_versions().items())
+    return f"""## Weights
+
+| format | tensors | weights | bits per weight | size |
+| --- | ---: | ---: | ---: | ---: |
+{table}
+
+`trainweights_files.json` holds a SHA-256 of each weight file; `hf_trainweights.verify_model` compares.
+
+Written with {versions}."""
+
+
+def _megabytes(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:.2f} MB"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -79,6 +265,15 @@ def begin_push(
         "create_pr": create_pr,
     }
     return Push(repo_id, present, card, [tags] if isinstance(tags, str) else tags or (), options)
+
+
+def choose_card(model: PreTrainedModel, push: Push, beside: str | None, calibrated: Calibrated | None) -> str:
+    """Return the card to upload: the user's own if there is one, else one that describes the model."""
+    theirs = [card for card in (push.card, beside) if card is not None and not is_generated(card)]
+    tags = [*(model.model_tags or ()), *push.tags]
+    if theirs:
+        return with_tags(theirs[0], tags)
+    return model_card(model, push.repo_id, tags, push.card or beside, calibrated)
 
 
 def hub_id(model: PreTrainedModel) -> str | None:

@@ -1,17 +1,38 @@
-"""New directories of models: written aside, then put in place."""
+"""New directories of models: written aside, then put in place, with the files that lie beside the weights.
+
+Some of these are copied, such as tokenizer and licence; the configuration is written anew.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import fnmatch
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from hf_trainweights.errors import ConfigError
+import torch
+from huggingface_hub import snapshot_download
+from transformers import PreTrainedModel
+
+from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.atomic import create_directory, save_errors, sync_tree
+from hf_trainweights.files.digests import CONFIG_NAME
+from hf_trainweights.files.reading import open_regular_file
 from hf_trainweights.files.staging import clean_up
+from hf_trainweights.models.host.checkpoints import save_remote_code
 
 _UNCHANGED = "It is as it was."
+# Files that are not copied: those that the quantized model writes itself, and float weights or training state.
+_LEFT_BEHIND = (
+    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.ot", "*.onnx*", "*.gguf"),
+    *("*.index*.json", "config.json", "trainer_state.json", "trainweights*.json", "README.md", ".*"),
+)
+_CHUNK_BYTES = 1 << 20
+# Of tokenizers, and of the modules that sentence-transformers puts after the model, such as 1_Pooling and 2_Dense.
+_FOLDERS = ("additional_chat_templates", "[0-9]_*")
 
 
 def require_vacant_directory(out: Path) -> None:
@@ -29,3 +50,75 @@ def new_directory(out: Path) -> Iterator[Path]:
     with save_errors(out, _UNCHANGED), create_directory(out) as temporary:
         yield temporary
         sync_tree(temporary)
+
+
+def copy_companions(source: str | os.PathLike[str], out: Path) -> None:
+    """Copy the files beside the weights of a model: tokenizer, processor, licence, generation configuration."""
+    folder = Path(source)
+    with _reading(source):
+        if not folder.is_dir():
+            snapshot_download(str(source), allow_patterns=[f"{name}/*" for name in _FOLDERS])
+            folder = Path(snapshot_download(str(source), ignore_patterns=[*_LEFT_BEHIND, "*/*"]))
+        files = companions(folder)
+    for path in files:
+        target = out / path.relative_to(folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _copy(path, target)
+
+
+def companions(folder: Path) -> list[Path]:
+    """Return the files that `copy_companions` copies, sorted; CorruptFileError: one is a link out of the model."""
+    files = [path for path in folder.iterdir() if not any(fnmatch.fnmatch(path.name, each) for each in _LEFT_BEHIND)]
+    files += [path for name in _FOLDERS for path in folder.glob(f"{name}/*")]
+    files = sorted(path for path in files if path.is_file())
+    for path in (*files, folder / CONFIG_NAME):
+        _require_own(path, folder)
+    return files
+
+
+def _require_own(path: Path, folder: Path) -> None:
+    """Check that a file is the model's own: a link could put any file of this machine into what is then shared."""
+    home, found = folder.resolve(), path.resolve()
+    # The Hub's cache keeps what a snapshot links to once for all snapshots of a repository.
+    blobs = [home.parent.parent / "blobs"] if home.parent.name == "snapshots" else []
+    if not any(found.is_relative_to(place) for place in (home, *blobs)):
+        next_step = "Put a copy of the file in its place if it belongs to the model, else remove the link."
+        raise CorruptFileError(str(path), f"a file in {folder}", f"a link to {found}", next_step)
+
+
+def _copy(path: Path, target: Path) -> None:
+    with target.open("wb") as copied, contextlib.ExitStack() as stack:
+        with _reading(path):
+            original = stack.enter_context(open_regular_file(path))
+        more = True
+        while more:
+            with _reading(path):
+                more = original.read(_CHUNK_BYTES)
+            copied.write(more)
+
+
+@contextlib.contextmanager
+def _reading(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Tell errors of reading the source from those of writing, which save_errors explains."""
+    try:
+        yield
+    except OSError as error:
+        next_step = "Check its permissions and the disk that it lies on."
+        raise ConfigError(str(path), "a file or directory that can be read", str(error), next_step) from error
+
+
+def write_config(
+    model: PreTrainedModel, directory: Path, quantization_config: dict[str, Any] | None, dtype: torch.dtype
+) -> None:
+    """Write the configuration of a model, its generation configuration, and the files of its own code."""
+    config = copy.deepcopy(model.config)
+    vars(config).pop("quantization_config", None)
+    if quantization_config is not None:
+        config.quantization_config = quantization_config
+    config.architectures = [type(model).__name__]
+    config.dtype = dtype
+    if model.is_remote_code():
+        save_remote_code(model, directory, config)
+    config.save_pretrained(directory)
+    if model.can_generate():
+        model.generation_config.save_pretrained(directory)

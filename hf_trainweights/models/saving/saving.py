@@ -31,13 +31,19 @@ from hf_trainweights.models.choosing.summary import Calibrated
 from hf_trainweights.models.host.checkpoints import writing_files_by
 from hf_trainweights.models.host.models import shallow_copy
 from hf_trainweights.models.host.tensor_parallel import without_ranks
-from hf_trainweights.models.saving.card import CARD_NAME, calibrated_of, is_generated, model_card, read_card, with_tags
-from hf_trainweights.models.saving.hub import Push, begin_push
+from hf_trainweights.models.saving.hub import (
+    CARD_NAME,
+    Push,
+    begin_push,
+    calibrated_of,
+    choose_card,
+    is_generated,
+    read_card,
+)
+from hf_trainweights.models.saving.methods import resize_token_embeddings, train
 from hf_trainweights.models.saving.ranks import gather_on_first_rank, is_in_parts, on_first_rank
-from hf_trainweights.models.saving.resizing import resize_token_embeddings
 from hf_trainweights.models.saving.saved_tensors import get_memory_footprint
 from hf_trainweights.models.saving.shard_writer import ShardWriter
-from hf_trainweights.models.saving.training import train
 
 # The arguments of save_pretrained; with push_to_hub=True all others are for the Hub.
 _SAVE_ARGUMENTS = inspect.signature(PreTrainedModel.save_pretrained)
@@ -190,15 +196,6 @@ def _write_card(
     if beside is None or is_generated(beside):
         (staging / CARD_NAME).write_bytes(card.encode())
     return card
-
-
-def choose_card(model: PreTrainedModel, push: Push, beside: str | None, calibrated: Calibrated | None) -> str:
-    """Return the card to upload: the user's own if there is one, else one that describes the model."""
-    theirs = [card for card in (push.card, beside) if card is not None and not is_generated(card)]
-    tags = [*(model.model_tags or ()), *push.tags]
-    if theirs:
-        return with_tags(theirs[0], tags)
-    return model_card(model, push.repo_id, tags, push.card or beside, calibrated)
 
 
 def _handing_over(model: PreTrainedModel, given: Mapping[str, Any] | None, spill: Spill) -> PreTrainedModel:

@@ -18,9 +18,16 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from hf_trainweights import TrainWeightsConfig, __version__, quantize_, verify_model
 from hf_trainweights.models.choosing.summary import Calibrated
 from hf_trainweights.models.loading.saved_models import load_saved
-from hf_trainweights.models.saving.card import CARD_NAME, calibrated_of, is_generated, model_card, read_card, with_tags
-from hf_trainweights.models.saving.hub import Push
-from hf_trainweights.models.saving.saving import choose_card
+from hf_trainweights.models.saving.hub import (
+    CARD_NAME,
+    Push,
+    calibrated_of,
+    choose_card,
+    is_generated,
+    model_card,
+    read_card,
+    with_tags,
+)
 
 BASE = "someone/tiny-llama"
 THEIRS = "---\nlicense: mit\ntags:\n- mine\n---\n# My words\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hf_trainweights.errors import CorruptFileError
-from hf_trainweights.models.saving.companions import companions, copy_companions
+from hf_trainweights.models.saving.new_directories import companions, copy_companions
 
 
 @pytest.fixture
