@@ -23,7 +23,7 @@ import transformers
 from benchmarks.machine import commit, cpu_flags, cpu_name, versions
 from benchmarks.memory import Peak
 from hf_trainweights import TrainWeightsConfig
-from hf_trainweights.models.calibration.moments import Moments
+from hf_trainweights.models.calibration.feedback import Moments
 from hf_trainweights.models.loading.saved_models import load_saved
 from hf_trainweights.models.quantize_in_place import quantize_module
 

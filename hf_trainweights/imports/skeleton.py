@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_trainweights.errors import CorruptFileError, UnsupportedError
 from hf_trainweights.files.digests import CONFIG_NAME
-from hf_trainweights.models.choosing.layers import is_experts, is_transposed
+from hf_trainweights.models.choosing.selection import is_experts, is_transposed
 from hf_trainweights.models.host.models import base_prefix
 from hf_trainweights.models.saving.saved_tensors import matrices_in_checkpoint
 

@@ -16,7 +16,7 @@ from hf_trainweights.formats.base import Format
 from hf_trainweights.inspection.newer_pickles import has_newer_pickle, list_newer_pickle
 from hf_trainweights.inspection.stored_tensors import ShardedTensors, StoredTensor, find_parts, read_part, read_tensors
 from hf_trainweights.models.choosing.config import QUANT_METHOD, TrainWeightsConfig
-from hf_trainweights.models.choosing.notebook import html_table
+from hf_trainweights.models.choosing.summary import html_table
 from hf_trainweights.tensor.coded_weights import CODED_FLOAT_SUFFIX, CODED_SUFFIX
 from hf_trainweights.tensor.guards import is_guard, is_notice
 from hf_trainweights.tensor.stored_names import FORMAT_SUFFIX, group_stored, parse_stored_name, unflatten_weight

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.spill import Spill
-from hf_trainweights.models.budget.load import check_measurable, measure_checkpoint
+from hf_trainweights.models.budget.measure import check_measurable, measure_checkpoint
 from hf_trainweights.models.budget.plan import plan
 from hf_trainweights.models.choosing.advice import say_if_head_is_large, say_if_slow
 from hf_trainweights.models.choosing.config import TrainWeightsConfig

@@ -1,22 +1,39 @@
-"""What is to be known of the weights of a module in memory before formats are chosen for a budget."""
+"""What is to be known of weights before formats are chosen for a budget: of a module in memory, or of a checkpoint.
+
+A checkpoint is read by Transformers itself, as it will be when it is loaded: the same files, conversions and dtypes.
+Each weight is measured, one float weight at a time, and kept in int8: a model of these tells which weights matter most,
+and is dropped then.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.quantizers.base import HfQuantizer
 
+from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.models.budget.options import relative_errors, rows_of
-from hf_trainweights.models.budget.plan import Measurements, check_loaded, weights_to_plan
+from hf_trainweights.models.budget.plan import Losses, Measurements, check_loaded, weights_to_plan
 from hf_trainweights.models.budget.sensitivity import Batch, does_not_run, random_tokens, sensitivities
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.choosing.selection import choose
-from hf_trainweights.models.choosing.summary import Choice
-from hf_trainweights.models.loading.load_state import keep_in
+from hf_trainweights.models.choosing.summary import Choice, Summary
+from hf_trainweights.models.host.checkpoints import NamedLoad, QuantizerOp, read_by
+from hf_trainweights.models.host.tensor_parallel import is_loaded_by_ranks
+from hf_trainweights.models.loading.conversion import TrainWeightsQuantize, rows_of_experts
+from hf_trainweights.models.loading.load_state import LoadState, keep_in
+from hf_trainweights.models.loading.stored_weights import StoredWeight
 from hf_trainweights.tensor.modules import as_parameter, parameter_places, put_parameter
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
@@ -78,3 +95,90 @@ def _as_measured(module: nn.Module, choices: Sequence[Choice], spill: Spill | No
     finally:
         for its_places, weight in changed:
             put_parameter(its_places, weight)
+
+
+def check_measurable(model: PreTrainedModel, files: Sequence[str]) -> None:
+    """Check that a load is by one process and from files."""
+    if not files:
+        next_step = "Load the float model, then call quantize_(model, config)."
+        raise ConfigError("bits or size", "the files of a checkpoint", "a state dict", next_step)
+    if is_loaded_by_ranks(model):
+        next_step = "Quantize and save the model in one process; all ranks may then load what was saved."
+        raise UnsupportedError("bits or size", "a load by one process", "a load by several ranks", next_step)
+
+
+def measure_checkpoint(
+    model: PreTrainedModel,
+    files: Sequence[str | os.PathLike[str]],
+    conversions: Sequence[Any],
+    config: TrainWeightsConfig,
+    stored: Mapping[str, StoredWeight],
+) -> Measurements:
+    """Measure the weights that a checkpoint has, for a model on the meta device, which stays as it is."""
+    copied = copy.deepcopy(model)
+    planned = weights_to_plan(copied, config)
+    measure = _Measure({each.name for each in planned}, choose(copied, config), stored, config.for_target)
+    read_by(_Measuring(config, measure), copied, files, planned[0].weight.dtype if planned else None, conversions)
+    if measure.state.error is not None:
+        raise measure.state.error
+    return Measurements(measure.losses, sensitivities_of_tokens(copied, planned))
+
+
+class _Measuring(HfQuantizer):
+    """A quantizer that measures the weights it is given, and keeps them in int8."""
+
+    def __init__(self, config: TrainWeightsConfig, operation: _Measure):
+        super().__init__(config, pre_quantized=False)
+        self.operation = operation
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
+        """Return whether a tensor comes to the operation."""
+        return param_name in self.operation.state.choices
+
+    def get_quantize_ops(self) -> QuantizerOp:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the operation that measures a weight."""
+        return self.operation
+
+    def is_serializable(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return False: the model is dropped."""
+        return False
+
+    @property
+    def is_trainable(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """False: the model is dropped."""
+        return False
+
+
+class _Measure(TrainWeightsQuantize):
+    """Measures weights as they are loaded, and returns them in int8: enough to see how much each one matters.
+
+    `planned` names those whose formats are to be chosen; `chosen` holds these and all others that are to be quantized.
+    """
+
+    def __init__(
+        self, planned: Collection[str], chosen: Summary, stored: Mapping[str, StoredWeight], target: str | None
+    ):
+        super().__init__(LoadState(MEASURED_IN))
+        self.state.choices = {each.name: replace(each, format=MEASURED_IN) for each in chosen.quantized}
+        self.state.stored = stored
+        self.planned, self.target = planned, target
+        self.losses: dict[str, Losses] = {}
+
+    def quantize_one(self, name: str, weight: Tensor, model: Any) -> Any:
+        """Measure a weight, and return it in int8; as it is where it is not to be quantized."""
+        if name in self.planned and weight.shape == model.get_parameter_or_buffer(name).shape:
+            stored = weight.transpose(-1, -2) if self.state.choices[name].transposed else weight
+            self._measure(name, stored.shape, rows_of(stored))
+        return super().quantize_one(name, weight, model)
+
+    def merge(self, name: str, parts: Sequence[Sequence[NamedLoad]], model: Any) -> Any:
+        """Measure experts before they are merged; None if the weight stays float or its layer keeps it transposed."""
+        if name in self.planned and not self.state.choices[name].transposed:
+            shape = model.get_parameter_or_buffer(name).shape
+            self._measure(name, shape, lambda numbers: rows_of_experts(name, shape, parts, numbers))
+        return super().merge(name, parts, model)
+
+    def _measure(self, name: str, shape: Sequence[int], rows: Any) -> None:
+        losses = self.state.attempt(partial(relative_errors, name, shape, rows, self.target))
+        if losses is not None:
+            self.losses[name] = losses

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_trainweights.formats import FORMATS, get_format
 from hf_trainweights.formats.base import Format
-from hf_trainweights.models.choosing.limit import TARGETS
+from hf_trainweights.models.choosing.config_values import TARGETS
 
 # From the smallest to the most exact. codebook4 stands where uint4 in groups of 32 would, which takes as much and loses
 # more. Column scales are left out: what they gain is not seen in the error of a weight.

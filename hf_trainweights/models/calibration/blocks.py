@@ -3,6 +3,9 @@
 No model is known by name. A block is an element of an outermost nn.ModuleList or nn.Sequential that has weights to
 quantize, or a layer outside of these, such as the head of a classifier. Blocks of which each gets what the one before
 it returned form a chain, and are walked without running the rest of the model again.
+
+A model keeps the weights of all experts of a layer in one parameter and multiplies by its parts, so that no module is
+called whose input could be seen: what each expert gets is seen in the products of its part of the weight.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.kernels.cpu_features import product_dtype
 from hf_trainweights.models.budget.sensitivity import Batch, does_not_run
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # Arguments of a call, with `_HIDDEN` in the place of the tensor that goes from block to block.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -173,6 +177,53 @@ def inputs_of(layers: Iterable[nn.Module], see: Callable[[nn.Module, Tensor], No
         for layer in layers:
             stack.callback(layer.register_forward_pre_hook(lambda layer, args: see(layer, args[0])).remove)
         yield
+
+
+class ExpertInputs(TorchFunctionMode):
+    """Within it, collects in `rows` what each expert of a layer's float weight `[E, *, *]` multiplies."""
+
+    def __init__(self, weight: Tensor, spill: Spill):
+        super().__init__()
+        self._spill = spill
+        self._weight = weight
+        self._expert_bytes = weight.stride(0) * weight.element_size()
+        self.rows: list[list[Tensor]] = [[] for _ in weight]
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Look at a product of float tensors, and let it be done."""
+        if func in PRODUCTS and len(args) > 1 and not isinstance(args[1], QuantizedTensor):
+            self._see(args[0], args[1])
+        return func(*args, **(kwargs or {}))
+
+    def _see(self, x: Tensor, weight: Tensor) -> None:
+        expert, rest = divmod(weight.data_ptr() - self._weight.data_ptr(), self._expert_bytes)
+        if rest or not 0 <= expert < len(self.rows):
+            return
+        if weight.shape == self._weight.shape:
+            # All experts at once: tokens that are not meant for one of them come to it as zeros.
+            for number, each in enumerate(x):
+                self._keep(number, each[each.any(dim=-1)])
+        elif weight.numel() == self._weight[0].numel():
+            self._keep(expert, x.reshape(-1, x.shape[-1]))
+
+    def _keep(self, expert: int, x: Tensor) -> None:
+        with torch._C.DisableTorchFunction():
+            self.rows[expert].append(self._spill.keep(x))
+
+
+@contextlib.contextmanager
+def one_by_one(module: nn.Module) -> Iterator[None]:
+    """Let the models of Transformers in a module multiply by one expert after another, instead of all at once."""
+    models = [each for each in module.modules() if isinstance(each, PreTrainedModel)]
+    saved = [(model.config, dict(vars(model.config))) for model in models]
+    try:
+        for model in models:
+            with contextlib.suppress(ValueError):  # a model that has no such choice
+                model.set_experts_implementation("eager")
+        yield
+    finally:
+        for config, values in saved:
+            vars(config).update(values)
 
 
 def without_padding(values: Tensor, batch: Batch) -> Tensor:

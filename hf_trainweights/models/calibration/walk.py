@@ -20,18 +20,18 @@ from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.models.budget.sensitivity import Batch, evaluating
 from hf_trainweights.models.calibration.blocks import (
+    ExpertInputs,
     Stopped,
     Stream,
     capture,
     fast_products,
     find_chains,
     inputs_of,
+    one_by_one,
     without_padding,
 )
-from hf_trainweights.models.calibration.experts import ExpertInputs, one_by_one, quantize_experts_with_feedback
-from hf_trainweights.models.calibration.feedback import quantize_with_feedback
+from hf_trainweights.models.calibration.feedback import Moments, quantize_experts_with_feedback, quantize_with_feedback
 from hf_trainweights.models.calibration.finished import FinishedBlocks
-from hf_trainweights.models.calibration.moments import Moments
 from hf_trainweights.models.choosing.summary import Calibrated, Choice
 from hf_trainweights.models.loading.load_state import keep_in
 from hf_trainweights.tensor.modules import parameter_places, put_parameter

@@ -13,15 +13,19 @@ from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.selectors import most_exact, select
 from hf_trainweights.formats import get_format, parameters_of
 from hf_trainweights.formats.base import Format
-from hf_trainweights.models.choosing.config_checks import (
+from hf_trainweights.models.choosing.config_values import (
     OVERRIDE_ORDER,
+    Budget,
+    check_left_to_budget,
     check_names,
+    check_overrides,
+    check_plan,
+    check_target,
     check_unknown,
+    format_of,
     in_order,
     right_argument,
 )
-from hf_trainweights.models.choosing.limit import Budget, check_left_to_budget, check_target
-from hf_trainweights.models.choosing.overrides import check_overrides, check_plan, format_of
 
 QUANT_METHOD = "trainweights"
 CONFIG_VERSION = 1

@@ -1,4 +1,8 @@
-"""Which weights of a module are quantized, to which format, and why the others are not: the rules and their order."""
+"""Which weights of a module are quantized, to which format, and why the others are not: the rules and their order.
+
+Structure tells what can be quantized, and no value is read, so the meta device serves too: the weights of nn.Linear, of
+GPT-2's Conv1D (stored the other way round), of embeddings, and 3-D expert parameters in both layouts.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,14 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.selectors import name_and_modules, require_used, select
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
-from hf_trainweights.models.choosing.layers import is_transposed, is_weight
-from hf_trainweights.models.choosing.overrides import left_out, listed
+from hf_trainweights.models.choosing.config_values import left_out, listed
 from hf_trainweights.models.choosing.summary import EMBEDDING, HEAD, Choice, Summary, check_not_empty, stored_shape
 from hf_trainweights.models.host.models import modules_kept_in_float, output_head, tied_names
 from hf_trainweights.tensor.distributed.placements import local_tensor
@@ -170,3 +174,27 @@ def _names(name: str) -> tuple[str, str]:
     """Return the two names that a user may give a parameter: its module's, first for a plain weight, and its own."""
     module_name, _, leaf = name.rpartition(".")
     return (module_name, name) if leaf == "weight" else (name, module_name)
+
+
+def is_weight(owner: nn.Module, leaf: str, parameter: Tensor) -> bool:
+    """Return whether a parameter is one that can be quantized."""
+    if isinstance(owner, nn.Linear | nn.Embedding | Conv1D):
+        return leaf == "weight" and parameter.dim() == 2
+    return is_experts(owner, parameter)
+
+
+def is_experts(owner: nn.Module, parameter: Tensor) -> bool:
+    """Return whether a parameter holds the weights of several experts, `[E, N, K]` or `[E, K, N]`."""
+    named = hasattr(owner, "num_experts") or hasattr(owner, "is_transposed") or "expert" in type(owner).__name__.lower()
+    return parameter.dim() == 3 and named and min(parameter.shape[1:]) > 1
+
+
+def is_transposed(owner: nn.Module, parameter: Tensor) -> bool:
+    """Return whether a module reduces along the last dimension but one of its weight."""
+    if parameter.dim() != 3:
+        return isinstance(owner, Conv1D)
+    declared = getattr(owner, "is_transposed", None)
+    if declared is not None:
+        return bool(declared)
+    first, hidden = getattr(owner, "gate_up_proj", None), getattr(owner, "hidden_size", None)
+    return isinstance(first, Tensor) and first.dim() == 3 and first.shape[1] == hidden != first.shape[2]

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup, escape
 from torch import Tensor, nn
 
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.digests import read_calibration
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
-from hf_trainweights.models.choosing.notebook import html_table
 from hf_trainweights.tensor.distributed.placements import local_tensor
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
@@ -24,6 +24,8 @@ HEAD = "output head (include_embeddings=True quantizes it)"
 
 _LARGEST = 3
 _LARGE_HEAD = 0.2
+_HEAD = ("parameter", "format", "bits", "bytes", "reason")
+_MOST_ROWS = 1000
 
 
 def stored_shape(weight: Tensor, transposed: bool) -> tuple[int, ...]:
@@ -267,9 +269,6 @@ def _shown(module: nn.Module) -> Iterator[Choice]:
             yield Choice(name, owner, None, dtype, False, parameter.numel(), before, before, before)
 
 
-_HEAD = ("parameter", "format", "bits", "bytes", "reason")
-
-
 def _row(choice: Choice) -> tuple[str, ...]:
     bits = f"{8 * choice.bytes_after / max(1, choice.numel):.2f}"
     return choice.name, str(choice.format or "float"), bits, str(choice.bytes_after), choice.reason
@@ -292,3 +291,25 @@ def check_not_empty(summary: Summary, config: TrainWeightsConfig) -> None:
             str(summary),
             "Quantized are nn.Linear, Conv1D and expert weights; check modules_to_not_convert and overrides.",
         )
+
+
+def html_table(caption: str, head: Sequence[str], rows: Iterable[Sequence[object]], *, folded: bool = False) -> str:
+    """Return a table as HTML, its texts escaped, of at most a thousand rows; folded, it shows only its caption.
+
+    Examples:
+        >>> html_table("sizes", ["name", "bytes"], [("<w>", 4)])
+        '<p>sizes</p><table><tr><th>name</th><th>bytes</th></tr><tr><td>&lt;w&gt;</td><td>4</td></tr></table>'
+    """
+    rows = list(rows)
+    shown = [_html_row("td", row) for row in rows[:_MOST_ROWS]]
+    if len(rows) > _MOST_ROWS:
+        shown.append(_html_row("td", [f"and {len(rows) - _MOST_ROWS} more"]))
+    table = Markup("<table>{}{}</table>").format(_html_row("th", head), Markup("").join(shown))
+    form = "<details><summary>{}</summary>{}</details>" if folded else "<p>{}</p>{}"
+    return str(Markup(form).format(caption, table))
+
+
+def _html_row(tag: str, cells: Iterable[object]) -> Markup:
+    return Markup("<tr>{}</tr>").format(
+        Markup("").join(Markup(f"<{tag}>{{}}</{tag}>").format(escape(cell)) for cell in cells)
+    )

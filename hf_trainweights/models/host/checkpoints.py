@@ -230,7 +230,7 @@ class _SaveFile:
 @contextlib.contextmanager
 def writing_files_by(write: Callable[..., None]) -> Iterator[None]:
     """Let Transformers write the safetensors files of a save in this thread by a function like `save_file`."""
-    original = getattr(modeling_utils, _SAVE_FILE, None)
+    original: Any = getattr(modeling_utils, _SAVE_FILE, None)
     if not isinstance(original, _SaveFile):
         setattr(modeling_utils, _SAVE_FILE, _SaveFile(original))
     token = _save_file.set(write)

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats import get_format
-from hf_trainweights.models.calibration.experts import ExpertInputs, quantize_experts_with_feedback
+from hf_trainweights.models.calibration.blocks import ExpertInputs
+from hf_trainweights.models.calibration.feedback import quantize_experts_with_feedback
 
 E, N, K = 3, 16, 64
 CONFIG = TrainWeightsConfig("int4", group_size=32)

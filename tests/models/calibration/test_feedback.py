@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.formats import get_format
-from hf_trainweights.models.calibration.feedback import quantize_with_feedback
-from hf_trainweights.models.calibration.moments import Moments
+from hf_trainweights.models.calibration.feedback import Moments, quantize_with_feedback
 
 CONFIGS: list[dict[str, Any]] = [
     {"format": "int4"},

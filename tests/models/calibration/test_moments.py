@@ -7,7 +7,7 @@ import torch
 from helpers import default_dtype
 from torch import Tensor
 
-from hf_trainweights.models.calibration.moments import Moments
+from hf_trainweights.models.calibration.feedback import Moments
 
 K = 32
 

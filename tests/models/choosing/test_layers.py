@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_trainweights.models.choosing.layers import is_experts, is_transposed, is_weight
+from hf_trainweights.models.choosing.selection import is_experts, is_transposed, is_weight
 
 
 @pytest.mark.parametrize(

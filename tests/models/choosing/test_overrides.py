@@ -7,7 +7,7 @@ import pytest
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.models.choosing.overrides import check_overrides, format_of, left_out, listed
+from hf_trainweights.models.choosing.config_values import check_overrides, format_of, left_out, listed
 
 
 def test_an_override_is_a_name_a_dict_or_none() -> None:

@@ -19,7 +19,7 @@ from hf_trainweights import TrainWeightsConfig, quantize_
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.models.choosing.overrides import listed
+from hf_trainweights.models.choosing.config_values import listed
 from hf_trainweights.models.choosing.selection import choose, survey
 from hf_trainweights.models.choosing.summary import Choice
 

@@ -13,9 +13,8 @@ from torch import nn
 from hf_trainweights import TrainWeightsConfig, quantize_, summary
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.digests import write_digests
-from hf_trainweights.models.choosing.notebook import html_table
 from hf_trainweights.models.choosing.selection import choose
-from hf_trainweights.models.choosing.summary import Calibrated, Summary, check_not_empty
+from hf_trainweights.models.choosing.summary import Calibrated, Summary, check_not_empty, html_table
 
 INT4 = TrainWeightsConfig("int4", group_size=32)
 NOT_A_WEIGHT = "not the weight of a linear, expert or embedding layer"

@@ -16,7 +16,7 @@ from transformers.integrations.peft import PeftAdapterMixin
 from transformers.quantizers.base import HfQuantizer
 
 from hf_trainweights.errors import UnsupportedError
-from hf_trainweights.models.choosing.overrides import listed
+from hf_trainweights.models.choosing.config_values import listed
 from hf_trainweights.models.host.models import (
     base_prefix,
     has_adapters,
