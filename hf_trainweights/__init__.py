@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from hf_trainweights.inspection.difference import compare_checkpoints, compare_models
     from hf_trainweights.inspection.listing import inspect_weights
     from hf_trainweights.models.choosing.summary import summary
-    from hf_trainweights.models.dequantize import dequantize_directory
-    from hf_trainweights.models.directory import quantize_directory
+    from hf_trainweights.models.directory import dequantize_directory, quantize_directory
     from hf_trainweights.models.saving.single_file import load_file, save_file
     from hf_trainweights.report.write import write_report
 
@@ -81,7 +80,7 @@ __getattr__ = _lazy(
         "TrainWeightsCheckpointCallback": "checkpoint.trainer.callback",
         "compare_checkpoints": "inspection.difference",
         "compare_models": "inspection.difference",
-        "dequantize_directory": "models.dequantize",
+        "dequantize_directory": "models.directory",
         "export_compressed_tensors": "exports.compressed_tensors",
         "export_gguf": "exports.gguf.export",
         "export_onnx": "exports.onnx.writer",

@@ -172,7 +172,7 @@ def dequantize(
     Its weights are the values of the codes: what quantizing rounded stays rounded. One float weight is in
     memory at a time.
     """
-    from hf_trainweights.models.dequantize import dequantize_directory
+    from hf_trainweights.models.directory import dequantize_directory
 
     with errors_in_one_line(debug), working(f"dequantizing {model}"):
         require_source(model)

@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 
 from hf_trainweights import TrainWeightsConfig
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.models.dequantize import dequantize_directory
-from hf_trainweights.models.directory import quantize_directory
+from hf_trainweights.models.directory import dequantize_directory, quantize_directory
 from hf_trainweights.models.loading.saved_models import load_quantized
 
 INT4 = {"format": "int4", "group_size": 32}
