@@ -175,11 +175,10 @@ def _put(module: nn.Module, todo: Iterable[Choice], known: Mapping[str, Quantize
     """Replace weights by those that are known already, else by their quantized values."""
     places = parameter_places(module)
     for choice in todo:
-        assert choice.format is not None
         weight = choice.weight
         tensor = known.get(choice.name)
         if tensor is None:
-            tensor = keep_in(spill, QuantizedTensor.quantize(weight, choice.format, choice.transposed, choice.name))
+            tensor = keep_in(spill, choice.quantize(weight))
         put_parameter(places[id(weight)], as_parameter(tensor))
 
 

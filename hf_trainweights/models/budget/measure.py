@@ -89,7 +89,7 @@ def _as_measured(module: nn.Module, choices: Sequence[Choice], spill: Spill | No
             if not isinstance(weight, QuantizedTensor):
                 changed.append((places[id(weight)], weight))
                 # int8 is enough to see how much each weight matters.
-                measured = QuantizedTensor.quantize(weight, MEASURED_IN, choice.transposed, choice.name)
+                measured = replace(choice, format=MEASURED_IN).quantize(weight)
                 put_parameter(places[id(weight)], as_parameter(keep_in(spill, measured)))
         yield
     finally:

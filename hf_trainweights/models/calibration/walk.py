@@ -262,13 +262,7 @@ class _Walk:
     def _plain(self, names: Mapping[str, Any]) -> dict[str, QuantizedTensor]:
         """Return weights quantized without calibration."""
         chosen = (choice for choice in self._choices.values() if choice.name in names)
-        return {
-            choice.name: keep_in(
-                self._spill, QuantizedTensor.quantize(choice.weight, choice.format, choice.transposed, choice.name)
-            )
-            for choice in chosen
-            if choice.format is not None
-        }
+        return {choice.name: keep_in(self._spill, choice.quantize(choice.weight)) for choice in chosen}
 
     @contextlib.contextmanager
     def _substituted_in_turn(self, weights: Mapping[str, QuantizedTensor]) -> Iterator[None]:

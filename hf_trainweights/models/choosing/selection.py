@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -74,10 +73,9 @@ def survey(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str] = 
     """Return the choices that a loaded module shows: what is quantized in it, and why the rest is not."""
     found = []
     for choice in choose(module, config, skip).tensors:
-        weight = local_tensor(choice.weight)
-        if choice.format is not None and not isinstance(weight, QuantizedTensor):
-            size = choice.bytes_before
-            choice = replace(choice, format=None, reason=NOT_IN_CHECKPOINT, bytes_after=size, file_bytes=size)
+        weight = choice.weight
+        if choice.format is not None and not isinstance(local_tensor(weight), QuantizedTensor):
+            choice = Choice.of(choice.name, choice.module, weight, None, NOT_IN_CHECKPOINT, choice.transposed)
         found.append(choice)
     return Summary(tuple(found))
 
@@ -127,23 +125,16 @@ def _aliases(module: nn.Module) -> dict[str, list[str]]:
 def _choose(name: str, parameter: Tensor, rules: _Rules) -> Choice:
     wanted, reason = _wanted(name, parameter, rules)
     owner = rules.owners[name.rpartition(".")[0]]
-    numel, size = parameter.numel(), parameter.numel() * parameter.element_size()
     weight = local_tensor(parameter)
     held = weight.format if isinstance(weight, QuantizedTensor) else None
     transposed = weight.transposed if held else is_transposed(owner, parameter)
     if held and rules.config.budget is not None and reason != OVERRIDE:
         wanted = None  # a budget counts what is quantized already, and chooses for the rest
-    if wanted is None and held is None:
-        return Choice(name, owner, None, reason, transposed, numel, size, size, size)
-    stored = stored_shape(parameter, transposed)
-    fitting = wanted.fallback(stored) if wanted else None
+    fitting = wanted.fallback(stored_shape(parameter, transposed)) if wanted else None
     form = held or fitting
-    assert form is not None
     if form != wanted:
         reason = LEFT_AS_SAVED if wanted is None else f"shape does not fit {wanted}" if form == fitting else AS_SAVED
-    dtype = weight.scale_dtype if held else parameter.dtype
-    after, in_file = (size_of(stored, dtype) for size_of in (form.stored_bytes, form.file_bytes))
-    return Choice(name, owner, form, reason, transposed, numel, size, after, in_file)
+    return Choice.of(name, owner, parameter, form, reason, transposed)
 
 
 def _wanted(name: str, parameter: Tensor, rules: _Rules) -> tuple[Format | None, str]:

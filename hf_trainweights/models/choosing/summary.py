@@ -60,6 +60,19 @@ class Choice:
     bytes_after: int
     file_bytes: int
 
+    @classmethod
+    def of(
+        cls, name: str, module: nn.Module, parameter: Tensor, form: Format | None, reason: str, transposed: bool
+    ) -> Choice:
+        """Return the choice of a format for a parameter of a module, with what it takes by it."""
+        numel, before = parameter.numel(), parameter.numel() * parameter.element_size()
+        if form is None:
+            return cls(name, module, None, reason, transposed, numel, before, before, before)
+        weight, shape = local_tensor(parameter), stored_shape(parameter, transposed)
+        dtype = weight.scale_dtype if isinstance(weight, QuantizedTensor) else parameter.dtype
+        after, in_file = form.stored_bytes(shape, dtype), form.file_bytes(shape, dtype)
+        return cls(name, module, form, reason, transposed, numel, before, after, in_file)
+
     @property
     def weight(self) -> Any:
         """The parameter, as the module has it now."""
@@ -73,6 +86,11 @@ class Choice:
     def stored_shape(self) -> tuple[int, ...]:
         """The shape `[*, N, K]` in which it is stored."""
         return stored_shape(self.weight, self.transposed)
+
+    def quantize(self, weight: Tensor) -> QuantizedTensor:
+        """Return the values of the parameter in its format, whose codes they alone decide about."""
+        assert self.format is not None
+        return QuantizedTensor.quantize(weight, self.format, self.transposed, self.name)
 
 
 @dataclass(frozen=True)
@@ -258,15 +276,11 @@ def _shown(module: nn.Module) -> Iterator[Choice]:
     """Yield what the parameters themselves show; there is no configuration that gives reasons."""
     owners = dict(module.named_modules(remove_duplicate=False))
     for name, parameter in module.named_parameters():
-        owner, dtype = owners[name.rpartition(".")[0]], str(parameter.dtype).removeprefix("torch.")
-        before = parameter.numel() * parameter.element_size()
-        weight = local_tensor(parameter)
+        owner, weight = owners[name.rpartition(".")[0]], local_tensor(parameter)
         if isinstance(weight, QuantizedTensor):
-            form, transposed, shape = weight.format, weight.transposed, stored_shape(parameter, weight.transposed)
-            after, in_file = (size_of(shape, weight.scale_dtype) for size_of in (form.stored_bytes, form.file_bytes))
-            yield Choice(name, owner, form, "", transposed, parameter.numel(), before, after, in_file)
+            yield Choice.of(name, owner, parameter, weight.format, "", weight.transposed)
         else:
-            yield Choice(name, owner, None, dtype, False, parameter.numel(), before, before, before)
+            yield Choice.of(name, owner, parameter, None, str(parameter.dtype).removeprefix("torch."), False)
 
 
 def _row(choice: Choice) -> tuple[str, ...]:

@@ -41,16 +41,14 @@ class TrainWeightsQuantize(QuantizerOp):
     def quantize_one(self, name: str, weight: Tensor, model: Any) -> Any:
         """Quantize a weight, or return it as it is where no format was chosen for it."""
         choice = self.state.choices.get(name)
-        if choice is None or choice.format is None:
+        if choice is None:
             return weight
-        form, skeleton = choice.format, model.get_parameter_or_buffer(name)
 
-        def make() -> Tensor:
-            _check_shape(name, weight, self.state.shape_read(name, skeleton))
-            made = keep_in(self.state.spill, QuantizedTensor.quantize(weight, form, choice.transposed, name))
-            return self.state.own_part(name, made, skeleton)
+        def make(shape: torch.Size) -> Tensor:
+            _check_shape(name, weight, shape)
+            return keep_in(self.state.spill, choice.quantize(weight))
 
-        return self.state.parameter_or_stand_in(skeleton, make)
+        return self.state.parameter_or_stand_in(name, model.get_parameter_or_buffer(name), make)
 
     def merge(self, name: str, parts: Sequence[Sequence[NamedLoad]], model: Any) -> Any:
         """Quantize experts before they are merged; None if the weight stays float or its layer keeps it transposed."""
@@ -58,13 +56,11 @@ class TrainWeightsQuantize(QuantizerOp):
         if choice is None or choice.format is None or choice.transposed:
             return None
         form, skeleton = choice.format, model.get_parameter_or_buffer(name)
-        shape = self.state.shape_read(name, skeleton)
 
-        def make() -> Tensor:
-            made = _quantize_experts(name, shape, form, parts, len(skeleton), self.state.spill)
-            return self.state.own_part(name, made, skeleton)
+        def make(shape: torch.Size) -> Tensor:
+            return _quantize_experts(name, shape, form, parts, len(skeleton), self.state.spill)
 
-        return self.state.parameter_or_stand_in(skeleton, make)
+        return self.state.parameter_or_stand_in(name, skeleton, make)
 
 
 class TrainWeightsDeserialize(QuantizerOp):
@@ -85,17 +81,15 @@ class TrainWeightsDeserialize(QuantizerOp):
             if key.rpartition(".")[2].startswith(prefix)  # else it is the weight's guard
         }
 
-        def make() -> Tensor:
-            shape = self.state.shape_read(full_layer_name, skeleton)
+        # All but decoded weights are views of the file.
+        spill = self.state.spill if tensors.keys() & {CODED_SUFFIX, CODED_FLOAT_SUFFIX} else None
+
+        def make(shape: torch.Size) -> Tensor:
             weight = unflatten_weight(full_layer_name, tensors, skeleton.dtype, self.state.default, shape)
             _check_shape(full_layer_name, weight, shape)
-            # All else is a view of the file.
-            weight = (
-                keep_in(self.state.spill, weight) if tensors.keys() & {CODED_SUFFIX, CODED_FLOAT_SUFFIX} else weight
-            )
-            return self.state.own_part(full_layer_name, weight, skeleton)
+            return keep_in(spill, weight)
 
-        return {full_layer_name: self.state.parameter_or_stand_in(skeleton, make)}
+        return {full_layer_name: self.state.parameter_or_stand_in(full_layer_name, skeleton, make)}
 
 
 def deserialize_converters(state: LoadState, leaves: set[str], cut_on_cpu: bool = False) -> list[Any]:

@@ -57,14 +57,20 @@ class LoadState:
         self.error: TrainWeightsError | None = None
         self.spill = _spill.get()
 
-    def parameter_or_stand_in(self, skeleton: Tensor, make: Callable[[], Tensor]) -> Tensor | LocalPart:
+    def parameter_or_stand_in(
+        self, name: str, skeleton: Tensor, make: Callable[[torch.Size], Tensor]
+    ) -> Tensor | LocalPart:
         """Return a weight, as a parameter if quantized; once the load has failed, a stand-in that takes no memory.
 
-        Where ranks hold parts of the weight, it is the part of this rank.
+        `make` gets the shape that a float weight or the weight of stored tensors arrives in. Where ranks hold parts of
+        the weight, the part of this rank is returned.
         """
-        made = self.attempt(make)
+        local = local_tensor(skeleton).shape
+        shape = skeleton.shape if name in self.plans else local
+        made = self.attempt(lambda: self._own_part(name, make(shape), skeleton))
         if made is None:
-            return self.stand_in(skeleton)
+            made = torch.zeros((), dtype=skeleton.dtype, device="cpu").expand(local)
+            made = nn.Parameter(made, requires_grad=False)
         if is_distributed(skeleton):
             return LocalPart(made)
         return as_parameter(made) if isinstance(made, QuantizedTensor) else made
@@ -82,16 +88,7 @@ class LoadState:
                 self.error.__cause__ = error
         return None
 
-    def stand_in(self, skeleton: Tensor) -> nn.Parameter | LocalPart:
-        """Return a parameter that takes no memory."""
-        stand_in = torch.zeros((), dtype=skeleton.dtype, device="cpu").expand(local_tensor(skeleton).shape)
-        return LocalPart(stand_in) if is_distributed(skeleton) else nn.Parameter(stand_in, requires_grad=False)
-
-    def shape_read(self, name: str, skeleton: Tensor) -> torch.Size:
-        """Return the shape that a float weight or the weight of stored tensors arrives in."""
-        return skeleton.shape if name in self.plans else local_tensor(skeleton).shape
-
-    def own_part(self, name: str, weight: Tensor, skeleton: Tensor) -> Tensor:
+    def _own_part(self, name: str, weight: Tensor, skeleton: Tensor) -> Tensor:
         """Return what this rank holds of a weight that was read: its part of one that was read whole."""
         if not is_distributed(skeleton):
             return weight

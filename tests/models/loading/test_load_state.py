@@ -18,9 +18,10 @@ def test_the_first_error_is_kept_and_what_follows_takes_no_memory() -> None:
     def fail(where: str) -> Tensor:
         raise QuantizationError(where, "a", "b", "C.")
 
-    first = state.parameter_or_stand_in(skeleton, lambda: fail("first"))
-    second = state.parameter_or_stand_in(skeleton, lambda: fail("second"))
-    third = state.parameter_or_stand_in(skeleton, lambda: pytest.fail("a weight was built though the load has failed"))
+    first = state.parameter_or_stand_in("w", skeleton, lambda _: fail("first"))
+    second = state.parameter_or_stand_in("w", skeleton, lambda _: fail("second"))
+    built = "a weight was built though the load has failed"
+    third = state.parameter_or_stand_in("w", skeleton, lambda _: pytest.fail(built))
     assert state.error is not None
     assert state.error.where.endswith("first")
     for stand_in in (first, second, third):
