@@ -98,7 +98,7 @@ def quantize_module(
     config = config.but(calibration_sha256=sha256)
     spill = None if directory is None else Spill(directory)
     if config.needs_plan:
-        config = plan(module, config, measure_in_memory(module, config, batches, spill))
+        config = plan(module, config, *measure_in_memory(module, config, batches, spill))
     summary = choose(module, config)
     check_choice(module, summary, config)
     todo = _checked(summary)

@@ -81,6 +81,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         if not self.pre_quantized:
             quantization_config.check_quantizing()
         self.state = LoadState(quantization_config.default_format)
+        self.operation = TrainWeightsQuantize(self.state)
         self._model_bytes = 0
         # The model on the meta device and its files, while formats are still to be chosen for a budget.
         self._to_plan: tuple[PreTrainedModel, Sequence[str]] | None = None
@@ -170,9 +171,9 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         if self._to_plan is None:
             return
         (model, files), self._to_plan = self._to_plan, None
-        measured = measure_checkpoint(model, files, conversions, self.quantization_config, self.state.stored)
+        measured = measure_checkpoint(self, model, files, conversions)
         # A copy: the user may quantize another model by the same configuration.
-        self.quantization_config = plan(model, self.quantization_config, measured)
+        self.quantization_config = plan(model, self.quantization_config, *measured)
         model.config.quantization_config = self.quantization_config
         self._choose(model)
 
@@ -195,7 +196,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
 
     def get_quantize_ops(self) -> TrainWeightsQuantize:
         """Return the operation that quantizes a float weight."""
-        return TrainWeightsQuantize(self.state)
+        return self.operation
 
     def get_weight_conversions(self) -> list[Any]:
         """Return the converters that put the weights of a quantized checkpoint together."""

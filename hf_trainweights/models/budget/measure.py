@@ -18,18 +18,17 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.quantizers.base import HfQuantizer
 
 from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.models.budget.options import relative_errors, rows_of
-from hf_trainweights.models.budget.plan import Losses, Measurements, check_loaded, weights_to_plan
+from hf_trainweights.models.budget.plan import Losses, check_loaded, weights_to_plan
 from hf_trainweights.models.budget.sensitivity import Batch, does_not_run, random_tokens, sensitivities
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.choosing.selection import choose
 from hf_trainweights.models.choosing.summary import Choice, Summary
-from hf_trainweights.models.host.checkpoints import NamedLoad, QuantizerOp, read_by
+from hf_trainweights.models.host.checkpoints import NamedLoad, read_by
 from hf_trainweights.models.host.tensor_parallel import is_loaded_by_ranks
 from hf_trainweights.models.loading.conversion import TrainWeightsQuantize, rows_of_experts
 from hf_trainweights.models.loading.load_state import LoadState, keep_in
@@ -49,10 +48,11 @@ def measure_in_memory(
     config: TrainWeightsConfig,
     calibration: Iterable[Batch] | None,
     spill: Spill | None = None,
-) -> Measurements:
+) -> tuple[dict[str, Losses], dict[str, float]]:
     """Measure the weights of a loaded module, with random tokens if there is no calibration and it takes such.
 
-    `spill` takes the copy of the module that is measured with, memory if it is None.
+    What is returned is what `plan` takes. `spill` takes the copy of the module that is measured with, memory if it is
+    None.
     """
     weights, losses = weights_to_plan(module, config), {}
     for choice in weights:
@@ -62,9 +62,9 @@ def measure_in_memory(
         losses[choice.name] = relative_errors(choice.name, stored.shape, rows_of(stored), config.for_target)
     with _as_measured(module, choose(module, config).quantized, spill):
         if calibration is None:
-            return Measurements(losses, sensitivities_of_tokens(module, weights))
+            return losses, sensitivities_of_tokens(module, weights)
         try:
-            return Measurements(losses, sensitivities(module, weights, calibration))
+            return losses, sensitivities(module, weights, calibration)
         except Exception as error:
             raise does_not_run(error) from error
 
@@ -108,45 +108,21 @@ def check_measurable(model: PreTrainedModel, files: Sequence[str]) -> None:
 
 
 def measure_checkpoint(
-    model: PreTrainedModel,
-    files: Sequence[str | os.PathLike[str]],
-    conversions: Sequence[Any],
-    config: TrainWeightsConfig,
-    stored: Mapping[str, StoredWeight],
-) -> Measurements:
-    """Measure the weights that a checkpoint has, for a model on the meta device, which stays as it is."""
-    copied = copy.deepcopy(model)
+    quantizer: Any, model: PreTrainedModel, files: Sequence[str | os.PathLike[str]], conversions: Sequence[Any]
+) -> tuple[dict[str, Losses], dict[str, float]]:
+    """Measure the weights that a checkpoint has, for a model on the meta device; quantizer and model stay as they are.
+
+    What is returned is what `plan` takes.
+    """
+    config, copied = quantizer.quantization_config, copy.deepcopy(model)
     planned = weights_to_plan(copied, config)
-    measure = _Measure({each.name for each in planned}, choose(copied, config), stored, config.for_target)
-    read_by(_Measuring(config, measure), copied, files, planned[0].weight.dtype if planned else None, conversions)
+    measure = _Measure({each.name for each in planned}, choose(copied, config), quantizer.state.stored, config)
+    measuring = copy.copy(quantizer)
+    measuring.state, measuring.operation = measure.state, measure
+    read_by(measuring, copied, files, planned[0].weight.dtype if planned else None, conversions)
     if measure.state.error is not None:
         raise measure.state.error
-    return Measurements(measure.losses, sensitivities_of_tokens(copied, planned))
-
-
-class _Measuring(HfQuantizer):
-    """A quantizer that measures the weights it is given, and keeps them in int8."""
-
-    def __init__(self, config: TrainWeightsConfig, operation: _Measure):
-        super().__init__(config, pre_quantized=False)
-        self.operation = operation
-
-    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
-        """Return whether a tensor comes to the operation."""
-        return param_name in self.operation.state.choices
-
-    def get_quantize_ops(self) -> QuantizerOp:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the operation that measures a weight."""
-        return self.operation
-
-    def is_serializable(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return False: the model is dropped."""
-        return False
-
-    @property
-    def is_trainable(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """False: the model is dropped."""
-        return False
+    return measure.losses, sensitivities_of_tokens(copied, planned)
 
 
 class _Measure(TrainWeightsQuantize):
@@ -156,12 +132,16 @@ class _Measure(TrainWeightsQuantize):
     """
 
     def __init__(
-        self, planned: Collection[str], chosen: Summary, stored: Mapping[str, StoredWeight], target: str | None
+        self,
+        planned: Collection[str],
+        chosen: Summary,
+        stored: Mapping[str, StoredWeight],
+        config: TrainWeightsConfig,
     ):
         super().__init__(LoadState(MEASURED_IN))
         self.state.choices = {each.name: replace(each, format=MEASURED_IN) for each in chosen.quantized}
         self.state.stored = stored
-        self.planned, self.target = planned, target
+        self.planned, self.target = planned, config.for_target
         self.losses: dict[str, Losses] = {}
 
     def quantize_one(self, name: str, weight: Tensor, model: Any) -> Any:

@@ -39,20 +39,6 @@ Losses = Mapping[Format, float]
 
 
 @dataclass(frozen=True)
-class Measurements:
-    """What is known of the weights of a model.
-
-    Args:
-        losses: What each candidate loses of a weight, by its name; none for a weight that a checkpoint lacks.
-        sensitivities: How much a relative error of each weight changes what the model returns, in any unit; of some
-            weights or of all it may be missing.
-    """
-
-    losses: Mapping[str, Losses]
-    sensitivities: Mapping[str, float]
-
-
-@dataclass(frozen=True)
 class Option:
     """A format that a weight may have, and what the model loses by it, in any unit that adds up."""
 
@@ -83,22 +69,29 @@ def check_loaded(name: str, weight: Tensor) -> None:
         raise QuantizationError(name, expected, found, "Load the weights, then quantize.")
 
 
-def plan(module: nn.Module, config: TrainWeightsConfig, measured: Measurements) -> TrainWeightsConfig:
-    """Return a configuration with a format for each weight of a module; ConfigError: no choice fits the budget."""
+def plan(
+    module: nn.Module, config: TrainWeightsConfig, losses: Mapping[str, Losses], sensitivities: Mapping[str, float]
+) -> TrainWeightsConfig:
+    """Return a configuration with a format for each weight of a module; ConfigError: no choice fits the budget.
+
+    `losses` has none for a weight that a checkpoint lacks. `sensitivities` tell how much a relative error of a weight
+    changes what the model returns, in any unit; of some weights or of all they may be missing.
+    """
     assert config.budget is not None
     weights = weights_to_plan(module, config)
     others = _others(module, config, weights)
     count = sum(each.numel for each in (*weights, *others))
     if config.budget.size_bytes is not None:
-        limit, size = config.budget.size_bytes, _file_bytes_in
-        fixed = _rest_bytes(module, [each.name for each in weights]) + sum(map(_file_bytes, others))
+        limit, size = config.budget.size_bytes, _file_bytes
+        fixed = _rest_bytes(module, [each.name for each in weights])
+        fixed += sum(_file_bytes(each, each.format) for each in others)
     else:
         limit, size = math.floor((config.budget.bits or 0) * count / 8), Choice.stored_bytes_in
         fixed = sum(each.bytes_after for each in others)
-    matters = _importance(weights, measured.sensitivities)
+    matters = _importance(weights, sensitivities)
     options = {
         each.name: [
-            Option(form, size(each, form), matters[each.name] * measured.losses.get(each.name, {}).get(form, 0.0))
+            Option(form, size(each, form), matters[each.name] * losses.get(each.name, {}).get(form, 0.0))
             for form in candidates(each.stored_shape, config.for_target)
         ]
         for each in weights
@@ -146,18 +139,16 @@ def _too_small(budget: Budget, target: str | None, least: int, count: int) -> Co
     return ConfigError(where, f"{expected}, which the smallest formats take ({smallest})", found, next_step)
 
 
-def _file_bytes_in(choice: Choice, form: Format) -> int:
-    """Return how many bytes a weight takes in a file in any format, its entries in the header included, at most."""
-    return _quantized_bytes(choice, form, choice.stored_bytes_in(form))
-
-
-def _file_bytes(choice: Choice) -> int:
-    """Return how many bytes a parameter takes in a file as it was chosen to lie there, at most."""
-    if choice.format is not None:
-        return _quantized_bytes(choice, choice.format, choice.bytes_after)
-    # Experts in float are saved one by one.
-    entries = len(choice.weight) if choice.weight.dim() == 3 else 1
-    return choice.bytes_after + entries * (len(choice.name.encode()) + _ENTRY_BYTES)
+def _file_bytes(choice: Choice, form: Format | None) -> int:
+    """Return the most bytes that a parameter takes in a file in a format, None for float, header entries included."""
+    if form is None:
+        # Experts in float are saved one by one.
+        entries = len(choice.weight) if choice.weight.dim() == 3 else 1
+        return choice.bytes_after + entries * (len(choice.name.encode()) + _ENTRY_BYTES)
+    stored_bytes = choice.bytes_after if form == choice.format else choice.stored_bytes_in(form)
+    described = len(json.dumps(form.get_config() | {"transposed": True, "dtype": "bfloat16"}))
+    names = [stored_name(choice.name, suffix) for suffix in (*form.tensor_names, FORMAT_SUFFIX)]
+    return stored_bytes + described + sum(len(name.encode()) + _ENTRY_BYTES for name in names)
 
 
 def _rest_bytes(module: nn.Module, names: Sequence[str]) -> int:
@@ -167,12 +158,6 @@ def _rest_bytes(module: nn.Module, names: Sequence[str]) -> int:
     buffers = [(name, each.nbytes) for name, each in state if name not in parameters and hasattr(each, "nbytes")]
     guards = [(name, 1) for name in (NOTICE_NAME, *guarded_names(names))]
     return _HEADER_BYTES + sum(len(name.encode()) + _ENTRY_BYTES + count for name, count in (*buffers, *guards))
-
-
-def _quantized_bytes(choice: Choice, form: Format, stored_bytes: int) -> int:
-    described = len(json.dumps(form.get_config() | {"transposed": True, "dtype": "bfloat16"}))
-    names = [stored_name(choice.name, suffix) for suffix in (*form.tensor_names, FORMAT_SUFFIX)]
-    return stored_bytes + described + sum(len(name.encode()) + _ENTRY_BYTES for name in names)
 
 
 def smallest_bytes(options: Mapping[str, Sequence[Option]]) -> int:
