@@ -27,7 +27,7 @@ from hf_trainweights.models.host.checkpoints import (
     offer_before_merging,
     restore_merging,
 )
-from hf_trainweights.models.host.tensor_parallel import is_loaded_by_ranks, read_whole, run_on_parts
+from hf_trainweights.models.host.ranks import failing_alike, is_loaded_by_ranks, read_whole, run_on_parts
 from hf_trainweights.models.loading.conversion import (
     TrainWeightsDeserialize,
     TrainWeightsQuantize,
@@ -36,7 +36,6 @@ from hf_trainweights.models.loading.conversion import (
 from hf_trainweights.models.loading.load_state import LoadState, return_freed_memory
 from hf_trainweights.models.loading.stored_weights import check_guards, check_none_is_missing, check_weight_files
 from hf_trainweights.models.saving.hub import hub_id
-from hf_trainweights.models.saving.ranks import failing_alike
 from hf_trainweights.models.saving.saved_tensors import flat_state_dict
 from hf_trainweights.models.saving.saving import attach_methods
 from hf_trainweights.tensor.distributed.placements import local_tensor

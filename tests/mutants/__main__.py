@@ -59,7 +59,7 @@ ROOMS = {
         ("tensor/distributed/test_agreement.py", "tensor/distributed/test_sharding.py"),
     ),
     "models/saving": Room(
-        tuple(f"models/saving/{name}.py" for name in ("saving", "saved_tensors", "shard_writer")),
+        tuple(f"models/saving/{name}.py" for name in ("saving", "saved_tensors")),
         (
             *(
                 f"models/saving/test_{name}.py"

@@ -22,8 +22,8 @@ from transformers import PreTrainedModel, modeling_utils
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
+from hf_trainweights.models.host import private, private_attribute, unsupported
 from hf_trainweights.models.host.models import has_adapters
-from hf_trainweights.models.host.versions import private, private_attribute, unsupported
 
 try:
     from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter

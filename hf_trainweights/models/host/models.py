@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.models.host.versions import private, private_attribute
+from hf_trainweights.models.host import private, private_attribute
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:

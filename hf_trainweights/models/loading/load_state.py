@@ -18,7 +18,7 @@ from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.choosing.summary import Choice
 from hf_trainweights.models.host.models import base_prefix
-from hf_trainweights.models.host.tensor_parallel import LocalPart, plan_of
+from hf_trainweights.models.host.ranks import LocalPart, plan_of
 from hf_trainweights.models.loading.stored_weights import StoredWeight
 from hf_trainweights.tensor.distributed.placements import Placed, check_parts, is_distributed, local_tensor
 from hf_trainweights.tensor.distributed.shards import cut, has_own_codes

@@ -30,7 +30,7 @@ from hf_trainweights.files.weight_files import is_weight_file
 from hf_trainweights.models.choosing.summary import Calibrated
 from hf_trainweights.models.host.checkpoints import writing_files_by
 from hf_trainweights.models.host.models import shallow_copy
-from hf_trainweights.models.host.tensor_parallel import without_ranks
+from hf_trainweights.models.host.ranks import gather_on_first_rank, is_in_parts, on_first_rank, without_ranks
 from hf_trainweights.models.saving.hub import (
     CARD_NAME,
     Push,
@@ -41,9 +41,7 @@ from hf_trainweights.models.saving.hub import (
     read_card,
 )
 from hf_trainweights.models.saving.methods import resize_token_embeddings, train
-from hf_trainweights.models.saving.ranks import gather_on_first_rank, is_in_parts, on_first_rank
-from hf_trainweights.models.saving.saved_tensors import get_memory_footprint
-from hf_trainweights.models.saving.shard_writer import ShardWriter
+from hf_trainweights.models.saving.saved_tensors import ShardWriter, get_memory_footprint
 
 # The arguments of save_pretrained; with push_to_hub=True all others are for the Hub.
 _SAVE_ARGUMENTS = inspect.signature(PreTrainedModel.save_pretrained)
@@ -106,10 +104,7 @@ def save_pretrained(
     if options.pop("push_to_hub", False):
         push_options = {key: options.pop(key) for key in options.keys() - _SAVE_ARGUMENTS.parameters.keys()}
         push_options |= {"repo_id": push_options.get("repo_id", directory.name), "token": options.pop("token", None)}
-    if in_parts:
-        _save_parts(self, directory, safe, options, push_options)
-    else:
-        _save(self, directory, safe, options, begin_push(**push_options) if push_options else None)
+    _save_together(self, directory, safe, options, push_options)
 
 
 def push_to_hub(
@@ -143,15 +138,15 @@ def push_to_hub(
     """
     options, push_options = {"max_shard_size": max_shard_size}, {"repo_id": repo_id, **kwargs}
     with tempfile.TemporaryDirectory() as directory:
-        if is_in_parts(self):
-            return _save_parts(self, Path(directory), safe_serialization, options, push_options)
-        return _save(self, Path(directory), safe_serialization, options, begin_push(**push_options))
+        return _save_together(self, Path(directory), safe_serialization, options, push_options)
 
 
-def _save_parts(
+def _save_together(
     model: PreTrainedModel, directory: Path, safe: bool, options: dict[str, Any], push_options: dict[str, Any] | None
 ) -> CommitInfo | None:
-    """Save a model that ranks hold parts of, from the first rank; all ranks must call it."""
+    """Save and push a model; one that ranks hold parts of from the first rank, and all ranks must call it."""
+    if not is_in_parts(model, options.get("state_dict")):
+        return _save(model, directory, safe, options, begin_push(**push_options) if push_options else None)
     writes = options.pop("is_main_process", True)
     push = on_first_rank(lambda: begin_push(**push_options) if push_options and writes else None)
     whole = gather_on_first_rank(model, options.pop("state_dict", None))

@@ -9,7 +9,7 @@ import transformers
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from hf_trainweights.models.host.versions import SUPPORTED
+from hf_trainweights.models.host import SUPPORTED
 
 PROJECT = Path(__file__).parents[3] / "pyproject.toml"
 
