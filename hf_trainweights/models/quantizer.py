@@ -24,6 +24,7 @@ from hf_trainweights.models.choosing.summary import Calibrated, Summary, check_n
 from hf_trainweights.models.host.checkpoints import (
     drop_conversions,
     expect_unused,
+    make_converter,
     offer_before_merging,
     restore_merging,
 )
@@ -31,7 +32,6 @@ from hf_trainweights.models.host.ranks import failing_alike, is_loaded_by_ranks,
 from hf_trainweights.models.loading.conversion import (
     TrainWeightsDeserialize,
     TrainWeightsQuantize,
-    deserialize_converters,
 )
 from hf_trainweights.models.loading.load_state import LoadState, return_freed_memory
 from hf_trainweights.models.loading.stored_weights import check_guards, check_none_is_missing, check_weight_files
@@ -42,7 +42,7 @@ from hf_trainweights.tensor.distributed.placements import local_tensor
 from hf_trainweights.tensor.guards import NOTICE_NAME
 from hf_trainweights.tensor.modules import dequantize_
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
-from hf_trainweights.tensor.stored_names import FoldStoredTensors
+from hf_trainweights.tensor.stored_names import FoldStoredTensors, stored_name, stored_suffixes
 
 # Tensors of a quantized file are views of the memory-mapped file: on the "cpu" they take no memory until they are used.
 _MAPPED = 'Modules on "disk" are memory-mapped on "cpu" instead: nothing is copied until it is used.'
@@ -204,7 +204,13 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         # The files tell what is quantized: config.json does not keep the order of the overrides.
         stored = {name for name, weight in self.state.stored.items() if weight.is_coded or weight.kind == "quantized"}
         leaves = {name.rpartition(".")[2] for name in stored | self.state.choices.keys()}
-        return deserialize_converters(self.state, leaves | {"weight"}, cut_on_cpu=self._whole_reads is not None)
+        suffixes, operation = stored_suffixes(), TrainWeightsDeserialize(self.state)
+        # On the CPU tensors are views of the file, before a rank's part of them is moved to its device.
+        on_cpu = self._whole_reads is not None
+        return [
+            make_converter([stored_name(leaf, suffix) for suffix in suffixes], leaf, operation, on_cpu)
+            for leaf in sorted(leaves | {"weight"})
+        ]
 
     def update_weight_conversions(
         self, weight_conversions: list[Any], model: PreTrainedModel | None = None
@@ -235,9 +241,10 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         else:
             check_not_empty(self.summary(), self.quantization_config)
         _logger.info("%s", self._summary)
-        say_if_slow(model, self.quantization_config)
-        if not self.pre_quantized:
-            say_if_head_is_large(self.summary())
+        if not self.state.is_to_write:
+            say_if_slow(model, self.quantization_config)
+            if not self.pre_quantized:
+                say_if_head_is_large(self.summary())
         return_freed_memory()
         # Our converters have no inverse, and a save needs none: it gets the names of the file.
         drop_conversions(model, TrainWeightsDeserialize)
@@ -271,7 +278,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
 
     @property
     def is_qat_trainable(self) -> bool:
-        """True: else the Trainer would not even evaluate a model without adapters; `training.train` warns instead."""
+        """True: else the Trainer would not even evaluate a model without adapters; `methods.train` warns instead."""
         return True
 
     @property

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.kernels.cpu_features import product_dtype
 from hf_trainweights.models.choosing.summary import Choice
+from hf_trainweights.models.host.models import holding
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # Keyword arguments of a model, or a tensor as its only argument.
@@ -65,7 +66,7 @@ def sensitivities(model: nn.Module, weights: Sequence[Choice], batches: Iterable
     measured = {choice.name: 0.0 for choice in weights}
     generator = torch.Generator().manual_seed(_SEED)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(evaluating(model))
+        stack.enter_context(holding(model.modules(), "training", False))
         stack.enter_context(_frozen(model))
         stack.enter_context(_Float32Linears())
         for choice in weights:
@@ -167,7 +168,7 @@ def _random_derivative(output: Any, generator: torch.Generator) -> Tensor:
     """
     logits = getattr(output, "logits", None)
     first = (
-        logits if isinstance(logits, Tensor) else next(each for each in _tensors(output) if each.is_floating_point())
+        logits if isinstance(logits, Tensor) else next(each for each in tensors_in(output) if each.is_floating_point())
     )
     values = first.float().reshape(-1, first.shape[-1])
     if logits is None:
@@ -180,29 +181,17 @@ def _random_derivative(output: Any, generator: torch.Generator) -> Tensor:
     return (values.log_softmax(-1).gather(-1, drawn) * signs).sum()
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors of what a module returns, in their order."""
     if isinstance(output, Tensor):
         yield output
     for each in output.values() if isinstance(output, Mapping) else output if isinstance(output, list | tuple) else ():
-        yield from _tensors(each)
-
-
-@contextlib.contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Switch dropout off."""
-    modes = [(each, each.training) for each in module.modules()]
-    try:
-        module.eval()
-        yield
-    finally:
-        for each, mode in modes:
-            each.training = mode
+        yield from tensors_in(each)
 
 
 @contextlib.contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
     """Let gradients reach the modules of a model, but no parameter."""
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
 
     def let_through(module: nn.Module, inputs: Any, output: Tensor) -> None:
         if not output.requires_grad:
@@ -210,14 +199,11 @@ def _frozen(model: nn.Module) -> Iterator[None]:
 
     handles = [each.register_forward_hook(let_through) for each in model.modules() if isinstance(each, nn.Embedding)]
     try:
-        for parameter, _ in flags:
-            parameter.requires_grad_(False)
-        yield
+        with holding(model.parameters(), "requires_grad", False):
+            yield
     finally:
         for handle in handles:
             handle.remove()
-        for parameter, flag in flags:
-            parameter.requires_grad_(flag)
 
 
 def _to_differentiate(value: Any, device: torch.device) -> Any:

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.kernels.cpu_features import product_dtype
-from hf_trainweights.models.budget.sensitivity import Batch, does_not_run
+from hf_trainweights.models.budget.sensitivity import Batch, does_not_run, tensors_in
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # Arguments of a call, with `_HIDDEN` in the place of the tensor that goes from block to block.
@@ -65,7 +65,7 @@ class Stream:
         hidden = self.hidden[batch]
         args = tuple(hidden if value is _HIDDEN else value for value in args)
         kwargs = {name: hidden if value is _HIDDEN else value for name, value in kwargs.items()}
-        output = _first_tensor(block(*args, **kwargs))
+        output = next(tensors_in(block(*args, **kwargs)), None)
         return hidden if output is None else output
 
     def advance(self, block: nn.Module, number: int) -> None:
@@ -129,7 +129,7 @@ def find_chains(module: nn.Module, owners: Iterable[nn.Module], batch: Batch) ->
             chained[block] = before is not None and found.dtype == before.dtype and torch.equal(found, before)
 
     def left(block: nn.Module, args: Any, output: Any) -> None:
-        last[0] = _first_tensor(output)
+        last[0] = next(tensors_in(output), None)
 
     with contextlib.ExitStack() as stack:
         for block in blocks:
@@ -245,14 +245,6 @@ def _take_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor 
         if isinstance(value, Tensor):
             return value, (args, {**kwargs, name: _HIDDEN})
     return None, (args, kwargs)
-
-
-def _first_tensor(output: Any) -> Tensor | None:
-    """Return the tensor that a block returns, the first of several."""
-    if isinstance(output, Tensor):
-        return output
-    values = output.values() if isinstance(output, Mapping) else output
-    return _first_tensor(next(iter(values), None)) if isinstance(output, Mapping | tuple | list) else None
 
 
 def _blocks(module: nn.Module, owners: set[nn.Module]) -> list[nn.Module]:

@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.spill import Spill
-from hf_trainweights.models.budget.sensitivity import Batch, evaluating
+from hf_trainweights.models.budget.sensitivity import Batch
 from hf_trainweights.models.calibration.blocks import (
     ExpertInputs,
     Stopped,
@@ -33,6 +33,7 @@ from hf_trainweights.models.calibration.blocks import (
 from hf_trainweights.models.calibration.feedback import Moments, quantize_experts_with_feedback, quantize_with_feedback
 from hf_trainweights.models.calibration.finished import FinishedBlocks
 from hf_trainweights.models.choosing.summary import Calibrated, Choice
+from hf_trainweights.models.host.models import holding
 from hf_trainweights.models.loading.load_state import keep_in
 from hf_trainweights.tensor.modules import parameter_places, put_parameter
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
@@ -62,7 +63,7 @@ def calibrate(
     Blocks that `finished` has from an earlier call are taken from there; those that this call finishes are added.
     """
     walk = _Walk(module, choices, batches, spill, finished)
-    with torch.no_grad(), evaluating(module), one_by_one(module), fast_products(module):
+    with torch.no_grad(), holding(module.modules(), "training", False), one_by_one(module), fast_products(module):
         chains = walk.chains()
         with logging.tqdm(total=sum(map(len, chains)), desc="Calibrating", unit="block") as bar:
             for chain in chains:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Iterator
 
@@ -18,9 +17,8 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 _logger = logging.getLogger(__name__)
 
-# What this process has told, and whether it tells anything at present.
+# What this process has told.
 _told: set[str] = set()
-_is_said = True
 
 
 def say_if_slow(module: nn.Module, config: TrainWeightsConfig) -> None:
@@ -29,14 +27,14 @@ def say_if_slow(module: nn.Module, config: TrainWeightsConfig) -> None:
     Nothing is said of formats that were chosen for a budget, of embeddings, whose rows are looked up, and where there
     is an accelerator, to which weights may still move.
     """
-    if not _is_said or config.plan is not None or torch.accelerator.is_available():
+    if config.plan is not None or torch.accelerator.is_available():
         return
     _tell(list(dict.fromkeys(_slownesses(module))))
 
 
 def say_if_head_is_large(summary: Summary) -> None:
     """Warn in one line, once in a process, if the output head that is left in float is much of what a token reads."""
-    if _is_said and summary.large_head:
+    if summary.large_head:
         _tell([f"{summary.large_head[0].upper()}{summary.large_head[1:]}."])
 
 
@@ -45,17 +43,6 @@ def _tell(texts: list[str]) -> None:
     if new:
         _told.update(new)
         _logger.warning("%s", " ".join(new))
-
-
-@contextlib.contextmanager
-def advice_unsaid() -> Iterator[None]:
-    """Load within the context without advice: the weights go from one file to another and are not multiplied."""
-    global _is_said
-    before, _is_said = _is_said, False
-    try:
-        yield
-    finally:
-        _is_said = before
 
 
 def _slownesses(module: nn.Module) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -131,24 +131,23 @@ def onnx_graph(model: nn.Module, inputs: Mapping[str, Any], opset: int, dynamic_
     config = private("exporters.configs", "OnnxConfig")(
         dynamic=True, opset_version=opset, dynamic_shapes=dynamic_shapes
     )
-    with _without_caches(model) if inputs.get("use_cache") is False else contextlib.nullcontext():
+    # Transformers' exporter sets the argument in the model's configuration alone; T5's decoder has its own.
+    configs = {id(config): config for each in model.modules() if (config := getattr(each, "config", None)) is not None}
+    caching = [config for config in configs.values() if getattr(config, "use_cache", None)]
+    with holding(caching if inputs.get("use_cache") is False else [], "use_cache", False):
         exported = exporter.export(model, dict(inputs), config)
     # 5.17 returns PyTorch's program, 5.23 its own.
     return exported.program if hasattr(exported, "components") else exported.model
 
 
 @contextlib.contextmanager
-def _without_caches(model: nn.Module) -> Iterator[None]:
-    """Hold every configuration in a model at `use_cache=False` within the context.
-
-    Transformers' exporter takes the argument and sets it in the model's configuration alone; T5's decoder has its own.
-    """
-    configs = {id(config): config for each in model.modules() if (config := getattr(each, "config", None)) is not None}
-    caching = [config for config in configs.values() if getattr(config, "use_cache", None)]
+def holding(objects: Iterable[Any], attribute: str, value: object) -> Iterator[None]:
+    """Let objects have another value of an attribute within the context."""
+    before = [(each, getattr(each, attribute)) for each in objects]
     try:
-        for config in caching:
-            config.use_cache = False
+        for each, _ in before:
+            setattr(each, attribute, value)
         yield
     finally:
-        for config in caching:
-            config.use_cache = True
+        for each, its_own in before:
+            setattr(each, attribute, its_own)

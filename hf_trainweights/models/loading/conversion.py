@@ -18,11 +18,11 @@ from torch import Tensor
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats.base import Format
-from hf_trainweights.models.host.checkpoints import NamedLoad, QuantizerOp, make_converter
+from hf_trainweights.models.host.checkpoints import NamedLoad, QuantizerOp
 from hf_trainweights.models.loading.load_state import LoadState, keep_in
 from hf_trainweights.tensor.coded_weights import CODED_FLOAT_SUFFIX, CODED_SUFFIX
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
-from hf_trainweights.tensor.stored_names import stored_name, stored_suffixes, unflatten_weight
+from hf_trainweights.tensor.stored_names import stored_name, unflatten_weight
 
 
 class TrainWeightsQuantize(QuantizerOp):
@@ -90,21 +90,6 @@ class TrainWeightsDeserialize(QuantizerOp):
             return keep_in(spill, weight)
 
         return {full_layer_name: self.state.parameter_or_stand_in(full_layer_name, skeleton, make)}
-
-
-def deserialize_converters(state: LoadState, leaves: set[str], cut_on_cpu: bool = False) -> list[Any]:
-    """Return the converters that put stored tensors together, for parameters such as `weight` and `down_proj`.
-
-    With `cut_on_cpu` tensors are read to the CPU, where they are views of the file, before a rank's part of them is
-    moved to its device.
-    """
-    suffixes = stored_suffixes()
-    return [
-        make_converter(
-            [stored_name(leaf, suffix) for suffix in suffixes], leaf, TrainWeightsDeserialize(state), cut_on_cpu
-        )
-        for leaf in sorted(leaves)
-    ]
 
 
 def _check_shape(name: str, weight: Tensor, shape: torch.Size) -> None:

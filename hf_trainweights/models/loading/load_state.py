@@ -28,17 +28,21 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 Made = TypeVar("Made")
 Weight = TypeVar("Weight", bound=Tensor)
 
-_spill: ContextVar[Spill | None] = ContextVar("spill", default=None)
+# Whether loads in this thread are to write the weights elsewhere, and what takes what they make.
+_to_write: ContextVar[tuple[bool, Spill | None]] = ContextVar("to_write", default=(False, None))
 
 
 @contextlib.contextmanager
-def spilled_to(spill: Spill | None) -> Iterator[None]:
-    """Let loads in this thread put what they make into files instead of memory; what they map stays where it is."""
-    token = _spill.set(spill)
+def loading_to_write(spill: Spill | None) -> Iterator[None]:
+    """Let loads in this thread put what they make into files, in memory without a spill, and say nothing of products.
+
+    What they map stays where it is.
+    """
+    token = _to_write.set((True, spill))
     try:
         yield
     finally:
-        _spill.reset(token)
+        _to_write.reset(token)
 
 
 class LoadState:
@@ -55,7 +59,7 @@ class LoadState:
         # What cuts each weight that ranks hold parts of and that Transformers reads whole.
         self.plans: dict[str, str] = {}
         self.error: TrainWeightsError | None = None
-        self.spill = _spill.get()
+        self.is_to_write, self.spill = _to_write.get()
 
     def parameter_or_stand_in(
         self, name: str, skeleton: Tensor, make: Callable[[torch.Size], Tensor]

@@ -13,10 +13,9 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from hf_trainweights.errors import ConfigError, TrainWeightsError
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
-from hf_trainweights.models.choosing.advice import advice_unsaid
 from hf_trainweights.models.choosing.config import QUANT_METHOD
 from hf_trainweights.models.host.models import quant_method
-from hf_trainweights.models.loading.load_state import spilled_to
+from hf_trainweights.models.loading.load_state import loading_to_write
 from hf_trainweights.models.loading.stored_weights import parameter_names, saved_class
 
 # Weights for frameworks that nothing here reads.
@@ -66,7 +65,7 @@ def load_saved(
         raise ConfigError(str(source), "a class of Transformers in config.json's architectures", name, next_step)
     _check_index(Path(source))
     try:
-        with advice_unsaid(), spilled_to(spill):
+        with loading_to_write(spill):
             model, report = cls.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
     except TrainWeightsError:
         raise
