@@ -22,8 +22,7 @@ from transformers import PreTrainedModel
 from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.models.budget.options import relative_errors, rows_of
-from hf_trainweights.models.budget.plan import Losses, check_loaded, weights_to_plan
+from hf_trainweights.models.budget.plan import Losses, check_loaded, relative_errors, rows_of, weights_to_plan
 from hf_trainweights.models.budget.sensitivity import Batch, does_not_run, random_tokens, sensitivities
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.choosing.selection import choose
@@ -79,22 +78,30 @@ def sensitivities_of_tokens(module: nn.Module, weights: Sequence[Choice]) -> dic
         return {}
 
 
-@contextlib.contextmanager
-def _as_measured(module: nn.Module, choices: Sequence[Choice], spill: Spill | None) -> Iterator[None]:
+def _as_measured(
+    module: nn.Module, choices: Sequence[Choice], spill: Spill | None
+) -> contextlib.AbstractContextManager[None]:
     """Let a module have the weights that `measure_checkpoint` measures with, so that both find the same numbers."""
-    places, changed = parameter_places(module), []
+    # int8 is enough to see how much each weight matters.
+    measured = (replace(each, format=MEASURED_IN) for each in choices if not isinstance(each.weight, QuantizedTensor))
+    made = ((each.weight, as_parameter(keep_in(spill, each.quantize(each.weight)))) for each in measured)
+    return substituted(parameter_places(module), made)
+
+
+@contextlib.contextmanager
+def substituted(
+    places: Mapping[int, list[tuple[nn.Module, str]]], weights: Iterable[tuple[nn.Parameter, nn.Parameter]]
+) -> Iterator[None]:
+    """Let a module have others of its weights within the context, each made when those before it are in place."""
+    changed = []
     try:
-        for choice in choices:
-            weight = choice.weight
-            if not isinstance(weight, QuantizedTensor):
-                changed.append((places[id(weight)], weight))
-                # int8 is enough to see how much each weight matters.
-                measured = replace(choice, format=MEASURED_IN).quantize(weight)
-                put_parameter(places[id(weight)], as_parameter(keep_in(spill, measured)))
+        for weight, other in weights:
+            changed.append(weight)
+            put_parameter(places[id(weight)], other)
         yield
     finally:
-        for its_places, weight in changed:
-            put_parameter(its_places, weight)
+        for weight in changed:
+            put_parameter(places[id(weight)], weight)
 
 
 def check_measurable(model: PreTrainedModel, files: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.spill import Spill
+from hf_trainweights.models.budget.measure import substituted
 from hf_trainweights.models.budget.sensitivity import Batch
 from hf_trainweights.models.calibration.blocks import (
     ExpertInputs,
@@ -35,7 +36,7 @@ from hf_trainweights.models.calibration.finished import FinishedBlocks
 from hf_trainweights.models.choosing.summary import Calibrated, Choice
 from hf_trainweights.models.host.models import holding
 from hf_trainweights.models.loading.load_state import keep_in
-from hf_trainweights.tensor.modules import parameter_places, put_parameter
+from hf_trainweights.tensor.modules import parameter_places
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # With fewer tokens than so many times the inputs of a layer, much of the gain is lost.
@@ -279,18 +280,11 @@ class _Walk:
                 hooks.callback(block.register_forward_hook(lambda *_: running.close()).remove)
             yield
 
-    @contextlib.contextmanager
-    def _substituted(self, weights: Mapping[str, QuantizedTensor]) -> Iterator[None]:
+    def _substituted(self, weights: Mapping[str, QuantizedTensor]) -> contextlib.AbstractContextManager[None]:
         """Let the module have the values of quantized weights."""
         floats = [(choice.weight, weights[choice.name]) for choice in self._choices.values() if choice.name in weights]
-        try:
-            for weight, quantized in floats:
-                values = nn.Parameter(quantized.dequantize(), requires_grad=False)
-                put_parameter(self._places[id(weight)], values)
-            yield
-        finally:
-            for weight, _ in floats:
-                put_parameter(self._places[id(weight)], weight)  # type: ignore[arg-type]  (it was a parameter before)
+        values = ((weight, nn.Parameter(each.dequantize(), requires_grad=False)) for weight, each in floats)
+        return substituted(self._places, values)
 
     def result(self) -> Calibration:
         """Return what was found, with a warning where there were few tokens."""

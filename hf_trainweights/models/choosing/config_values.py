@@ -161,10 +161,7 @@ def check_overrides(overrides: Any) -> dict[str, Any]:
         raise ConfigError(
             "overrides", "a dict of names to formats", repr(overrides), 'E.g. {"re:.*down_proj": "int8"}.'
         )
-    checked: dict[str, Any] = {}
-    for selector, override in (overrides or {}).items():
-        _check_override(f"overrides[{selector!r}]", selector, override)
-        checked[selector] = dict(override) if isinstance(override, Mapping) else override
+    checked = _checked_formats("overrides", overrides or {})
     with named("overrides"):
         select(checked, ())
     return checked
@@ -176,9 +173,7 @@ def check_plan(plan: Any) -> dict[str, Any] | None:
         return None
     if not isinstance(plan, Mapping) or not all(isinstance(each, str | Mapping) for each in plan.values()):
         raise ConfigError("plan", "a dict of names to formats", repr(plan)[:200], "Leave it out: it is made from bits.")
-    for name, override in plan.items():
-        _check_override(f"plan[{name!r}]", name, override)
-    return {name: dict(each) if isinstance(each, Mapping) else each for name, each in plan.items()}
+    return _checked_formats("plan", plan)
 
 
 def shortest(form: Format) -> str | dict[str, Any]:
@@ -191,12 +186,16 @@ def shortest(form: Format) -> str | dict[str, Any]:
     return form.name if get_format({"format": form.name}) == form else form.get_config()
 
 
-def _check_override(where: str, selector: Any, override: Any) -> None:
-    if not isinstance(selector, str) or not (override is None or isinstance(override, str | Mapping)):
-        allowed = f"one of {', '.join(FORMATS)}, a dict with a format, or None"
-        raise ConfigError(where, allowed, repr(override), "None leaves the weight alone.")
-    with named(where):
-        format_of(override)
+def _checked_formats(option: str, formats: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return a copy of an option's formats by name or selector, each of which there is."""
+    for selector, override in formats.items():
+        where = f"{option}[{selector!r}]"
+        if not isinstance(selector, str) or not isinstance(override, str | Mapping | None):
+            allowed = f"one of {', '.join(FORMATS)}, a dict with a format, or None"
+            raise ConfigError(where, allowed, repr(override), "None leaves the weight alone.")
+        with named(where):
+            format_of(override)
+    return {selector: dict(each) if isinstance(each, Mapping) else each for selector, each in formats.items()}
 
 
 @contextlib.contextmanager

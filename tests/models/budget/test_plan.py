@@ -24,7 +24,7 @@ from hf_trainweights import (
     summary,
 )
 from hf_trainweights.errors import ConfigError, QuantizationError
-from hf_trainweights.models.budget.options import CANDIDATES, OF_TARGETS
+from hf_trainweights.models.budget.plan import CANDIDATES, OF_TARGETS
 from hf_trainweights.models.choosing.config_values import TARGETS, Budget
 from hf_trainweights.models.choosing.summary import Summary
 
