@@ -32,7 +32,7 @@ from transformers import (
 from benchmarks.machine import cpu_name, versions
 from benchmarks.memory import anonymous_bytes
 from hf_trainweights import TrainWeightsConfig
-from hf_trainweights.models.loading.load_state import return_freed_memory
+from hf_trainweights.models.loading.conversion import return_freed_memory
 
 RESULT = Path(__file__).parent / "results" / "abilities.json"
 LIMIT_SECONDS = 300

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from hf_trainweights import TrainWeightsConfig, quantize_, verify_model
 from hf_trainweights.checkpoint import CheckpointManager, collect_garbage, latest, restore_directory, verify_checkpoint
 from hf_trainweights.files import disk
-from hf_trainweights.models.loading import load_state
+from hf_trainweights.models.loading import conversion
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "fcntl", None)
     monkeypatch.setattr(os, "link", refuse)
     monkeypatch.setitem(sys.modules, "resource", None)
-    monkeypatch.setattr(load_state, "sys", type("System", (), {"platform": "win32"}))
+    monkeypatch.setattr(conversion, "sys", type("System", (), {"platform": "win32"}))
 
 
 @pytest.mark.slow

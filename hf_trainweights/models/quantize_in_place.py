@@ -27,11 +27,10 @@ from hf_trainweights.models.budget.sensitivity import Batch
 from hf_trainweights.models.calibration.batches import digest_of
 from hf_trainweights.models.calibration.finished import FinishedBlocks
 from hf_trainweights.models.calibration.walk import Calibration, calibrate, require_gain
-from hf_trainweights.models.choosing.advice import say_if_head_is_large, say_if_slow
 from hf_trainweights.models.choosing.config import FormatName, TrainWeightsConfig
 from hf_trainweights.models.choosing.selection import check_choice, choose
-from hf_trainweights.models.choosing.summary import Choice, Summary
-from hf_trainweights.models.loading.load_state import keep_in
+from hf_trainweights.models.choosing.summary import Choice, Summary, say_if_head_is_large, say_if_slow
+from hf_trainweights.models.loading.conversion import keep_in
 from hf_trainweights.models.quantizer import TrainWeightsHfQuantizer
 from hf_trainweights.tensor.distributed.placements import local_tensor
 from hf_trainweights.tensor.modules import as_parameter, parameter_places, put_parameter

@@ -17,10 +17,15 @@ from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.models.budget.measure import check_measurable, measure_checkpoint
 from hf_trainweights.models.budget.plan import plan
-from hf_trainweights.models.choosing.advice import say_if_head_is_large, say_if_slow
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.choosing.selection import check_choice, choose, survey
-from hf_trainweights.models.choosing.summary import Calibrated, Summary, check_not_empty
+from hf_trainweights.models.choosing.summary import (
+    Calibrated,
+    Summary,
+    check_not_empty,
+    say_if_head_is_large,
+    say_if_slow,
+)
 from hf_trainweights.models.host.checkpoints import (
     drop_conversions,
     expect_unused,
@@ -30,10 +35,11 @@ from hf_trainweights.models.host.checkpoints import (
 )
 from hf_trainweights.models.host.ranks import failing_alike, is_loaded_by_ranks, read_whole, run_on_parts
 from hf_trainweights.models.loading.conversion import (
+    LoadState,
     TrainWeightsDeserialize,
     TrainWeightsQuantize,
+    return_freed_memory,
 )
-from hf_trainweights.models.loading.load_state import LoadState, return_freed_memory
 from hf_trainweights.models.loading.stored_weights import check_guards, check_none_is_missing, check_weight_files
 from hf_trainweights.models.saving.hub import hub_id
 from hf_trainweights.models.saving.saved_tensors import flat_state_dict
@@ -278,7 +284,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
 
     @property
     def is_qat_trainable(self) -> bool:
-        """True: else the Trainer would not even evaluate a model without adapters; `methods.train` warns instead."""
+        """True: else the Trainer would not even evaluate a model without adapters; `saving.train` warns instead."""
         return True
 
     @property

@@ -29,8 +29,7 @@ from hf_trainweights.models.choosing.selection import choose
 from hf_trainweights.models.choosing.summary import Choice, Summary
 from hf_trainweights.models.host.checkpoints import NamedLoad, read_by
 from hf_trainweights.models.host.ranks import is_loaded_by_ranks
-from hf_trainweights.models.loading.conversion import TrainWeightsQuantize, rows_of_experts
-from hf_trainweights.models.loading.load_state import LoadState, keep_in
+from hf_trainweights.models.loading.conversion import LoadState, TrainWeightsQuantize, keep_in, rows_of_experts
 from hf_trainweights.models.loading.stored_weights import StoredWeight
 from hf_trainweights.tensor.modules import as_parameter, parameter_places, put_parameter
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor

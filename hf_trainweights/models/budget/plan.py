@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -255,21 +255,16 @@ def choose_options(options: Mapping[str, Sequence[Option]], limit_bytes: int) ->
 
 def _spend_rest(options: Mapping[str, Sequence[Option]], chosen: dict[str, Option], left: int) -> dict[str, Option]:
     """Return the choice with what is left spent: on options off the hull too, the largest gain first."""
-    while better := list(_affordable(options, chosen, left)):
-        name, option = max(better, key=lambda each: chosen[each[0]].loss - each[1].loss)
+    pairs = [(name, each) for name, choices in options.items() for each in choices]
+    while better := [
+        (name, each)
+        for name, each in pairs
+        if each.loss < chosen[name].loss and each.stored_bytes - chosen[name].stored_bytes <= left
+    ]:
+        name, option = max(better, key=lambda pair: chosen[pair[0]].loss - pair[1].loss)
         left -= option.stored_bytes - chosen[name].stored_bytes
         chosen[name] = option
     return chosen
-
-
-def _affordable(
-    options: Mapping[str, Sequence[Option]], chosen: Mapping[str, Option], left: int
-) -> Iterator[tuple[str, Option]]:
-    for name, choices in options.items():
-        now = chosen[name]
-        yield from (
-            (name, each) for each in choices if each.loss < now.loss and each.stored_bytes - now.stored_bytes <= left
-        )
 
 
 def _hull(choices: Sequence[Option]) -> list[Option]:

@@ -35,7 +35,7 @@ from hf_trainweights.models.calibration.feedback import Moments, quantize_expert
 from hf_trainweights.models.calibration.finished import FinishedBlocks
 from hf_trainweights.models.choosing.summary import Calibrated, Choice
 from hf_trainweights.models.host.models import holding
-from hf_trainweights.models.loading.load_state import keep_in
+from hf_trainweights.models.loading.conversion import keep_in
 from hf_trainweights.tensor.modules import parameter_places
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 

@@ -1,21 +1,28 @@
-"""The choice for each parameter of a module: quantized or left alone, and why."""
+"""The choice for each parameter of a module: quantized or left alone, and why.
+
+And advice when a module gets its weights: which of them a CPU multiplies slowly, and whether its head stays too large.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from markupsafe import Markup, escape
 from torch import Tensor, nn
 
+from hf_trainweights import kernels
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.digests import read_calibration
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.tensor.distributed.placements import local_tensor
+from hf_trainweights.tensor.modules import parameter_places
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # Why these are left alone.
@@ -26,6 +33,11 @@ _LARGEST = 3
 _LARGE_HEAD = 0.2
 _HEAD = ("parameter", "format", "bits", "bytes", "reason")
 _MOST_ROWS = 1000
+
+_logger = logging.getLogger(__name__)
+
+# What this process has told.
+_told: set[str] = set()
 
 
 def stored_shape(weight: Tensor, transposed: bool) -> tuple[int, ...]:
@@ -327,3 +339,35 @@ def _html_row(tag: str, cells: Iterable[object]) -> Markup:
     return Markup("<tr>{}</tr>").format(
         Markup("").join(Markup(f"<{tag}>{{}}</{tag}>").format(escape(cell)) for cell in cells)
     )
+
+
+def say_if_slow(module: nn.Module, config: TrainWeightsConfig) -> None:
+    """Warn in one line of quantized weights whose products take longer than those of float weights, once in a process.
+
+    Nothing is said of formats that were chosen for a budget, of embeddings, whose rows are looked up, and where there
+    is an accelerator, to which weights may still move.
+    """
+    if config.plan is not None or torch.accelerator.is_available():
+        return
+    _tell(list(dict.fromkeys(_slownesses(module))))
+
+
+def say_if_head_is_large(summary: Summary) -> None:
+    """Warn in one line, once in a process, if the output head that is left in float is much of what a token reads."""
+    if summary.large_head:
+        _tell([f"{summary.large_head[0].upper()}{summary.large_head[1:]}."])
+
+
+def _tell(texts: list[str]) -> None:
+    new = [text for text in texts if text not in _told]
+    if new:
+        _told.update(new)
+        _logger.warning("%s", " ".join(new))
+
+
+def _slownesses(module: nn.Module) -> Iterator[str]:
+    for places in parameter_places(module).values():
+        weight = local_tensor(getattr(*places[0]))
+        is_multiplied = not all(isinstance(owner, nn.Embedding) for owner, _ in places)
+        if isinstance(weight, QuantizedTensor) and weight.device.type == "cpu" and is_multiplied:
+            yield from filter(None, [kernels.slowness(weight.format, weight.dtype)])

@@ -15,7 +15,7 @@ from hf_trainweights.files.spill import Spill
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 from hf_trainweights.models.choosing.config import QUANT_METHOD
 from hf_trainweights.models.host.models import quant_method
-from hf_trainweights.models.loading.load_state import loading_to_write
+from hf_trainweights.models.loading.conversion import loading_to_write
 from hf_trainweights.models.loading.stored_weights import parameter_names, saved_class
 
 # Weights for frameworks that nothing here reads.

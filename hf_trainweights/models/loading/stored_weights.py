@@ -207,7 +207,10 @@ def check_none_is_missing(model: PreTrainedModel, summary: Summary, stored: Mapp
     ]
     if not missing:
         return
-    saved = {name.removeprefix(prefix) for name in _names_when_saved(model, parameters)}
+    # What the class had that the model was saved as; nothing where nobody knows it.
+    name, cls = saved_class(model.config)
+    known = parameters if name == type(model).__name__ else parameter_names(cls, model.config) if cls else ()
+    saved = {name.removeprefix(prefix) for name in known}
     lost = [name for name in missing if name.removeprefix(prefix) in saved]
     if lost:
         more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
@@ -218,11 +221,3 @@ def check_none_is_missing(model: PreTrainedModel, summary: Summary, stored: Mapp
             "Transformers would start these from random numbers. Download the model again, or save it again from the "
             "source.",
         )
-
-
-def _names_when_saved(model: PreTrainedModel, parameters: Mapping[str, Tensor]) -> set[str]:
-    """Return the names of the parameters of the class that the model was saved as; none where nobody knows it."""
-    name, cls = saved_class(model.config)
-    if name == type(model).__name__:
-        return set(parameters)
-    return set() if cls is None else parameter_names(cls, model.config)

@@ -256,7 +256,12 @@ def begin_push(
     if revision is not None and not create_pr and not revision.startswith("refs/"):
         api.create_branch(repo_id, branch=revision, token=token, exist_ok=True)
     present = frozenset(api.list_repo_files(repo_id, revision=revision, token=token))
-    card = _read_card(api, repo_id, revision, token) if CARD_NAME in present else None
+    card = None
+    if CARD_NAME in present:
+        # The download goes past the cache, which would give an old card where the Hub does not answer.
+        with tempfile.TemporaryDirectory() as directory:
+            file = api.hf_hub_download(repo_id, CARD_NAME, revision=revision, token=token, local_dir=directory)
+            card = read_card(Path(file))
     options = {
         "commit_message": commit_message or "Upload model",
         "commit_description": commit_description,
@@ -287,10 +292,3 @@ def hub_id(model: PreTrainedModel) -> str | None:
     except HFValidationError:
         return None
     return None if source == "" or os.path.exists(source) else source
-
-
-def _read_card(api: HfApi, repo_id: str, revision: str | None, token: bool | str | None) -> str | None:
-    # The download goes past the cache, which would give an old card where the Hub does not answer.
-    with tempfile.TemporaryDirectory() as directory:
-        file = api.hf_hub_download(repo_id, CARD_NAME, revision=revision, token=token, local_dir=directory)
-        return read_card(Path(file))

@@ -21,8 +21,7 @@ from hf_trainweights import QuantizedTensor, TrainWeightsConfig
 from hf_trainweights.errors import CorruptFileError, QuantizationError, TrainWeightsError
 from hf_trainweights.formats import FORMATS, get_format
 from hf_trainweights.models.choosing.selection import choose
-from hf_trainweights.models.loading.conversion import TrainWeightsDeserialize, TrainWeightsQuantize
-from hf_trainweights.models.loading.load_state import LoadState
+from hf_trainweights.models.loading.conversion import LoadState, TrainWeightsDeserialize, TrainWeightsQuantize
 
 # The group size must divide 64, the rows of the tiny models.
 CONFIGS = [{"format": "int8"}, {"format": "int8", "group_size": 32}, {"format": "int4", "group_size": 32}]

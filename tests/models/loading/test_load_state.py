@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hf_trainweights.errors import QuantizationError
 from hf_trainweights.formats import get_format
-from hf_trainweights.models.loading.load_state import LoadState
+from hf_trainweights.models.loading.conversion import LoadState
 
 
 def test_the_first_error_is_kept_and_what_follows_takes_no_memory() -> None:
