@@ -257,11 +257,9 @@ def _quantize_experts(
     merged: dict[str, Tensor] = {}
     dtype, expert = torch.float32, 0
     for sources in zip(*parts, strict=True):
-        loaded = [(source_name, load()) for source_name, load in sources]
-        weights = [(source_name, weight) for source_name, weight in loaded if weight is not None]
+        weights = _load_expert(sources, N, K)
         if not weights:
             continue
-        _check_expert(weights, N, K)
         if not form.has_independent_rows and len(weights) > 1:
             # What the rows of an expert share is chosen by all of them.
             weights = [(_names(weights), torch.cat([weight for _, weight in weights]))]
@@ -293,9 +291,7 @@ def rows_of_experts(name: str, shape: Sequence[int], parts: Sequence[Sequence[Na
     for expert in range(E):
         wanted = numbers[numbers // N == expert] % N
         if len(wanted):
-            loaded = [(source_name, load()) for source_name, load in (part[expert] for part in parts)]
-            weights = [(source_name, weight) for source_name, weight in loaded if weight is not None]
-            _check_expert(weights, N, K)
+            weights = _load_expert([part[expert] for part in parts], N, K)
             found.append(torch.cat([weight for _, weight in weights])[wanted])
     return torch.cat(found)
 
@@ -307,10 +303,14 @@ def _check_count(name: str, E: int, parts: Sequence[Sequence[NamedLoad]]) -> Non
         raise CorruptFileError(name, f"{E} experts", counts, next_step)
 
 
-def _check_expert(weights: Sequence[tuple[str, Tensor]], N: int, K: int) -> None:
+def _load_expert(sources: Sequence[NamedLoad], N: int, K: int) -> list[tuple[str, Tensor]]:
+    """Return the parts of one expert `[N, K]` with their names in the checkpoint, none if it is for another rank."""
+    loaded = [(source_name, load()) for source_name, load in sources]
+    weights = [(source_name, weight) for source_name, weight in loaded if weight is not None]
     shapes = [tuple(weight.shape) for _, weight in weights]
-    if {shape[1:] for shape in shapes} != {(K,)} or sum(shape[0] for shape in shapes) != N:
+    if weights and ({shape[1:] for shape in shapes} != {(K,)} or sum(shape[0] for shape in shapes) != N):
         raise wrong_shape(_names(weights), (N, K), " and ".join(map(str, shapes)))
+    return weights
 
 
 def _names(weights: Sequence[tuple[str, Tensor]]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hf_trainweights.formats import FORMATS
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.models.choosing import summary
+from hf_trainweights.models.loading.conversion import loading_to_write
 
 INT4 = TrainWeightsConfig("int4", group_size=32)
 
@@ -86,6 +88,25 @@ def test_a_model_is_told_when_it_is_quantized_as_it_is_loaded_and_when_it_is_rel
     summary._told.clear()
     AutoModelForCausalLM.from_pretrained(tmp_path / "quantized")
     assert caplog.messages == ["int4 is slow."] * 2
+
+
+def test_a_load_that_is_written_elsewhere_silences_no_other_thread(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_formats(monkeypatch, "int4")
+    monkeypatch.setattr(summary, "_LARGE_HEAD", 1)
+    ARCHITECTURES["llama"].build().save_pretrained(tmp_path)
+
+    def load() -> None:
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=INT4)
+
+    other = threading.Thread(target=load)
+    with loading_to_write(None):
+        load()
+        assert caplog.messages == []
+        other.start()
+        other.join()
+    assert caplog.messages == ["int4 is slow."]
 
 
 def test_nothing_is_said_where_a_budget_chose(
