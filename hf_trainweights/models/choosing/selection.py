@@ -7,8 +7,7 @@ GPT-2's Conv1D (stored the other way round), of embeddings, and 3-D expert param
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -32,32 +31,18 @@ OVERRIDE, PLANNED = "override", "planned"
 LEFT_AS_SAVED, AS_SAVED = "left as saved", "as saved"
 
 
-class _Rules(NamedTuple):
-    """What a configuration says about the names of a module.
+class _Rules:
+    """What a configuration says about the names of a module."""
 
-    Args:
-        owners: Each module by each of its names.
-        aliases: For each name of a parameter all its names.
-        selected: Each override's key to the names that it selects.
-        left_out: The names that `modules_to_not_convert` selects.
-        skipped: The names that the model itself keeps in float.
-    """
-
-    config: TrainWeightsConfig
-    owners: Mapping[str, nn.Module]
-    aliases: Mapping[str, Sequence[str]]
-    selected: Mapping[str, frozenset[str]]
-    left_out: set[str]
-    skipped: set[str]
-    head: nn.Module | None
-
-    @classmethod
-    def of(cls, module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str]) -> _Rules:
-        owners, aliases = dict(module.named_modules(remove_duplicate=False)), _aliases(module)
-        names = list(dict.fromkeys(each for name in aliases for each in (*_names(name), *name_and_modules(name))))
-        left = left_out(config.modules_to_not_convert or (), names)
-        kept = listed([*skip, *modules_kept_in_float(module, config.include_embeddings)], names)
-        return cls(config, owners, aliases, select(config.overrides, names), left, kept, output_head(module))
+    def __init__(self, module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str]):
+        self.config, self.head = config, output_head(module)
+        # Each module by each of its names, and for each name of a parameter all its names.
+        self.owners, self.aliases = dict(module.named_modules(remove_duplicate=False)), _aliases(module)
+        names = list(dict.fromkeys(each for name in self.aliases for each in (*_names(name), *name_and_modules(name))))
+        # The names that overrides select, that `modules_to_not_convert` selects, and that the model keeps in float.
+        self.selected = select(config.overrides, names)
+        self.left_out = left_out(config.modules_to_not_convert or (), names)
+        self.skipped = listed([*skip, *modules_kept_in_float(module, config.include_embeddings)], names)
 
 
 def choose(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str] = ()) -> Summary:
@@ -65,7 +50,7 @@ def choose(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str] = 
 
     `skip` is kept in float beside what a model of Transformers itself keeps so; an override wins over it.
     """
-    rules = _Rules.of(module, config, skip)
+    rules = _Rules(module, config, skip)
     return Summary(tuple(_choose(name, parameter, rules) for name, parameter in module.named_parameters()))
 
 
