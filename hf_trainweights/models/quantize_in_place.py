@@ -166,7 +166,10 @@ def _checked(summary: Summary) -> list[Choice]:
     """
     todo = [choice for choice in summary.quantized if not isinstance(local_tensor(choice.weight), QuantizedTensor)]
     for choice in todo:
-        _check_values(choice)
+        check_loaded(choice.name, choice.weight)
+        if not _all_finite(choice.weight.detach()):
+            next_step = "Repair the checkpoint or leave this tensor out with modules_to_not_convert."
+            raise QuantizationError(choice.name, "finite values", "NaN or Inf", next_step)
     return todo
 
 
@@ -179,18 +182,6 @@ def _put(module: nn.Module, todo: Iterable[Choice], known: Mapping[str, Quantize
         if tensor is None:
             tensor = keep_in(spill, choice.quantize(weight))
         put_parameter(places[id(weight)], as_parameter(tensor))
-
-
-def _check_values(choice: Choice) -> None:
-    weight = choice.weight
-    check_loaded(choice.name, weight)
-    if not _all_finite(weight.detach()):
-        raise QuantizationError(
-            choice.name,
-            "finite values",
-            "NaN or Inf",
-            "Repair the checkpoint or leave this tensor out with modules_to_not_convert.",
-        )
 
 
 def _all_finite(weight: Tensor) -> bool:

@@ -67,7 +67,10 @@ def sensitivities(model: nn.Module, weights: Sequence[Choice], batches: Iterable
     generator = torch.Generator().manual_seed(_SEED)
     with contextlib.ExitStack() as stack:
         stack.enter_context(holding(model.modules(), "training", False))
-        stack.enter_context(_frozen(model))
+        # Gradients reach the modules of the model, but no parameter.
+        stack.enter_context(holding(model.parameters(), "requires_grad", False))
+        for embedding in (each for each in model.modules() if isinstance(each, nn.Embedding)):
+            stack.callback(embedding.register_forward_hook(_let_gradients_through).remove)
         stack.enter_context(_Float32Linears())
         for choice in weights:
             if not isinstance(choice.module, nn.Embedding):
@@ -189,21 +192,9 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
         yield from tensors_in(each)
 
 
-@contextlib.contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
-    """Let gradients reach the modules of a model, but no parameter."""
-
-    def let_through(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        if not output.requires_grad:
-            output.requires_grad_()
-
-    handles = [each.register_forward_hook(let_through) for each in model.modules() if isinstance(each, nn.Embedding)]
-    try:
-        with holding(model.parameters(), "requires_grad", False):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def _let_gradients_through(module: nn.Module, inputs: Any, output: Tensor) -> None:
+    if not output.requires_grad:
+        output.requires_grad_()
 
 
 def _to_differentiate(value: Any, device: torch.device) -> Any:

@@ -72,10 +72,8 @@ def batches_of_texts(
 @torch.no_grad()
 def written_by(model: PreTrainedModel) -> list[dict[str, Tensor]]:
     """Return batches of tokens that a causal language model draws from its own probabilities, always the same."""
-    expected, next_step = (
-        "a causal language model, which can write",
-        "Give texts, or load it and pass batches to quantize_.",
-    )
+    expected = "a causal language model, which can write"
+    next_step = "Give texts, or load it and pass batches to quantize_."
     if not model.can_generate() or model.config.is_encoder_decoder or model.main_input_name != "input_ids":
         raise ConfigError("calibration", expected, type(model).__name__, next_step)
     embeddings: Any = model.get_input_embeddings()

@@ -75,11 +75,9 @@ def calibrate(
 def require_gain(choices: Sequence[Choice]) -> None:
     """Check that some weights are to have a format whose codes calibration can choose."""
     if not any(map(_gains, choices)):
-        expected, found = (
-            "a format of 2 to 6 bits or coded",
-            ", ".join({str(each.format) for each in choices}) or "none",
-        )
-        raise ConfigError("calibration", expected, found, "Leave it out: formats of 8 bits gain nothing by it.")
+        found = ", ".join({str(each.format) for each in choices}) or "none"
+        next_step = "Leave it out: formats of 8 bits gain nothing by it."
+        raise ConfigError("calibration", "a format of 2 to 6 bits or coded", found, next_step)
 
 
 def _gains(choice: Choice) -> bool:

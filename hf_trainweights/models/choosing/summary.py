@@ -349,7 +349,13 @@ def say_if_slow(module: nn.Module, config: TrainWeightsConfig) -> None:
     """
     if config.plan is not None or torch.accelerator.is_available():
         return
-    _tell(list(dict.fromkeys(_slownesses(module))))
+    slow = []
+    for places in parameter_places(module).values():
+        weight = local_tensor(getattr(*places[0]))
+        is_multiplied = not all(isinstance(owner, nn.Embedding) for owner, _ in places)
+        if isinstance(weight, QuantizedTensor) and weight.device.type == "cpu" and is_multiplied:
+            slow.append(kernels.slowness(weight.format, weight.dtype))
+    _tell([text for text in dict.fromkeys(slow) if text])
 
 
 def say_if_head_is_large(summary: Summary) -> None:
@@ -363,11 +369,3 @@ def _tell(texts: list[str]) -> None:
     if new:
         _told.update(new)
         _logger.warning("%s", " ".join(new))
-
-
-def _slownesses(module: nn.Module) -> Iterator[str]:
-    for places in parameter_places(module).values():
-        weight = local_tensor(getattr(*places[0]))
-        is_multiplied = not all(isinstance(owner, nn.Embedding) for owner, _ in places)
-        if isinstance(weight, QuantizedTensor) and weight.device.type == "cpu" and is_multiplied:
-            yield from filter(None, [kernels.slowness(weight.format, weight.dtype)])

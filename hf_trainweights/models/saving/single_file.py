@@ -55,11 +55,8 @@ def save_file(weights: nn.Module | Mapping[str, Tensor], path: str | os.PathLike
             found = "one on the meta device" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ConfigError(name, "a tensor with values", found, "Leave it out, or load it first.")
         if parse_stored_name(name) is not None and not isinstance(tensor, QuantizedTensor):
-            expected, found = (
-                "another name: load_file takes this one for a part of a quantized weight",
-                "a plain tensor",
-            )
-            raise ConfigError(name, expected, found, "Rename it, or save what load_file returns.")
+            expected = "another name: load_file takes this one for a part of a quantized weight"
+            raise ConfigError(name, expected, "a plain tensor", "Rename it, or save what load_file returns.")
     first: dict[object, str] = {}
     aliases = {name: first.setdefault(memory_key(tensor), name) for name, tensor in state.items()}
     # "format" is Transformers' own entry of the metadata.
