@@ -18,9 +18,8 @@ from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.digests import CONFIG_NAME
-from hf_trainweights.files.safetensors_file import TensorToWrite
+from hf_trainweights.files.safetensors_file import TensorToWrite, write_shards
 from hf_trainweights.files.spill import Spill
-from hf_trainweights.files.weight_shards import write_shards
 from hf_trainweights.models.calibration.batches import batches_of_texts, written_by
 from hf_trainweights.models.calibration.finished import remove_blocks
 from hf_trainweights.models.choosing.config import FormatName, TrainWeightsConfig

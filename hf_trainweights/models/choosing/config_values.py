@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_trainweights.errors import ConfigError, did_you_mean
-from hf_trainweights.files.selectors import matching
-from hf_trainweights.files.selectors import EXPRESSION, select
+from hf_trainweights.files.selectors import EXPRESSION, matching, select
 from hf_trainweights.formats import FORMATS, get_format
 from hf_trainweights.formats.base import Format
 
