@@ -13,10 +13,9 @@ from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedErr
 from hf_trainweights.files.safetensors_file import TensorToWrite, write_safetensors
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats.base import Format
-from hf_trainweights.imports.layouts.base import Layout
+from hf_trainweights.imports.layouts.base import AGAIN, FROM_FLOAT, Layout
 from hf_trainweights.imports.skeleton import Skeleton
 from hf_trainweights.imports.source import Source
-from hf_trainweights.imports.weights import AGAIN, FROM_FLOAT
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import flatten_weight
 

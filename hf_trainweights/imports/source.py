@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.reading import is_torch_zip
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
-from hf_trainweights.imports.weights import AGAIN
+from hf_trainweights.imports.layouts.base import AGAIN
 from hf_trainweights.models.loading.stored_weights import check_weight_files
 
 _MODEL_FILES = ENTRY_POINTS[:4]

@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_trainweights.errors import CorruptFileError, UnsupportedError
 from hf_trainweights.imports import skeleton
 from hf_trainweights.imports.layouts import layout_of
-from hf_trainweights.imports.weights import float8_weight
+from hf_trainweights.imports.layouts.base import float8_weight
 
 OPTIONAL = {("gptq", "g_idx"), ("bitsandbytes", "weight_format")}
 

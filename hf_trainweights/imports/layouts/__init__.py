@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.imports.layouts.awq import Awq
 from hf_trainweights.imports.layouts.base import WHERE, Layout
-from hf_trainweights.imports.layouts.bitsandbytes import BitsAndBytes
 from hf_trainweights.imports.layouts.compressed_tensors import CompressedTensors
-from hf_trainweights.imports.layouts.float8 import Float8
-from hf_trainweights.imports.layouts.gptq import Gptq
+from hf_trainweights.imports.layouts.octets import BitsAndBytes, Float8
 from hf_trainweights.imports.layouts.torchao import TorchAO
+from hf_trainweights.imports.layouts.words import Awq, Gptq
 
 LAYOUTS: dict[str, type[Layout]] = {
     "awq": Awq,

@@ -1,10 +1,14 @@
-"""What a layout of another quantizer is: a configuration, the tensors of a weight, and how these are read."""
+"""What a layout of another quantizer is: a configuration, and how the tensors of a weight are checked and read.
+
+The numbers stay the same. `(code - zero_point) * scale` is a difference of integers times a scale. Of codes of 4 bits
+it is one of -15 to 15, which `int8` holds, in the groups of the source. Where a whole row shares scale and zero point,
+`uint4` holds both.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -12,40 +16,26 @@ from torch import Tensor
 
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
-from hf_trainweights.imports.weights import AGAIN, FROM_FLOAT
+from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.float8_e4m3 import Float8E4M3
+from hf_trainweights.formats.int4 import GROUP_SIZES, Int4
+from hf_trainweights.formats.int8 import Int8
+from hf_trainweights.formats.packing import pack_int4, unpack_int4
+from hf_trainweights.formats.planes import pack_planes
+from hf_trainweights.formats.uint import UInt4
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 WHERE = "quantization_config (in config.json)"
+AGAIN = "The files are damaged or belong to another model; download them again."
+FROM_FLOAT = "Quantize the float model that it was made from."
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+# Some files keep scales that are powers of two as their exponents alone.
+FLOAT8_SCALES = (*FLOAT_DTYPES, torch.float8_e8m0fnu)
+# Of one scale for a whole weight.
+TENSOR_SHAPES = ((), (1,), (1, 1))
 
 # None stands for any size but 0.
 Shape = tuple[int | None, ...]
-
-
-@dataclass(frozen=True)
-class Part:
-    """What a tensor of a quantized weight has to be."""
-
-    dtypes: tuple[torch.dtype, ...]
-    shapes: tuple[Shape, ...]
-    required: bool = True
-
-    def check(self, name: str, tensor: Tensor | None) -> None:
-        """Raise CorruptFileError unless a tensor is this one; None stands for a tensor that is not there."""
-        if tensor is None:
-            if self.required:
-                raise CorruptFileError(name, "this tensor of a quantized weight", "none", AGAIN)
-        elif tensor.dtype not in self.dtypes or not any(_fits(tensor.shape, shape) for shape in self.shapes):
-            dtypes = " or ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
-            shapes = " or ".join(str(tuple("any" if size is None else size for size in shape)) for shape in self.shapes)
-            expected = f"{dtypes} of shape {shapes}".replace("'any'", "any")
-            raise CorruptFileError(name, expected, f"{tensor.dtype} of shape {tuple(tensor.shape)}", AGAIN)
-
-
-def _fits(found: torch.Size, shape: Shape) -> bool:
-    return len(found) == len(shape) and all(
-        size == want or (want is None and size > 0) for size, want in zip(found, shape, strict=True)
-    )
 
 
 class Layout(ABC):
@@ -70,6 +60,13 @@ class Layout(ABC):
         self.metadata = metadata
 
     def read(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor | None:
+        """Return the weight of a module as `weight` does; None where it is not quantized."""
+        plain = tensors.get("weight")
+        has_codes = plain is not None and not (plain.dtype in FLOAT_DTYPES or plain.dtype is torch.float64)
+        return self.weight(module, tensors) if has_codes or self.marks & tensors.keys() else None
+
+    @abstractmethod
+    def weight(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
         """Return the weight of a module, once all tensors that it needs are there in the right dtypes and shapes.
 
         Args:
@@ -77,46 +74,49 @@ class Layout(ABC):
             tensors: Those tensors of the module whose names are in `leaves`, and `weight`.
 
         Returns:
-            The weight, with the very codes and scales of the file; None where it is not quantized.
+            The weight, with the very codes and scales of the file.
 
         Raises:
             CorruptFileError: A tensor is missing, or one does not fit the others.
             UnsupportedError: None of this package's formats can hold it exactly.
         """
-        plain = tensors.get("weight")
-        has_codes = plain is not None and not (plain.dtype in FLOAT_DTYPES or plain.dtype is torch.float64)
-        if not has_codes and not self.marks & tensors.keys():
-            return None
-        parts = self.parts(module, tensors)
-        for leaf, part in parts.items():
-            part.check(f"{module}.{leaf}", tensors.get(leaf))
-        if plain is not None and "weight" not in parts:
-            found = f"both codes and a weight in {plain.dtype}"
-            raise CorruptFileError(f"{module}.weight", "codes alone", found, AGAIN)
-        return self.weight(module, tensors)
 
-    @abstractmethod
-    def parts(self, module: str, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
-        """Return what the tensors of a quantized weight have to be; its codes, which tell the sizes, are checked here.
 
-        Raises:
-            CorruptFileError: The codes are missing, or are none.
-            UnsupportedError: None of this package's formats can hold such a weight exactly.
-        """
+def check_tensor(
+    module: str,
+    tensors: Mapping[str, Tensor],
+    leaf: str,
+    dtypes: tuple[torch.dtype, ...],
+    *shapes: Shape,
+    required: bool = True,
+) -> None:
+    """Check the dtype and the shape of a tensor of a weight; CorruptFileError: it has others, or is missing."""
+    name, tensor = f"{module}.{leaf}", tensors.get(leaf)
+    if tensor is None:
+        if required:
+            raise CorruptFileError(name, "this tensor of a quantized weight", "none", AGAIN)
+    elif tensor.dtype not in dtypes or not any(_fits(tensor.shape, shape) for shape in shapes):
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        sizes = " or ".join(str(tuple("any" if size is None else size for size in shape)) for shape in shapes)
+        expected = f"{wanted} of shape {sizes}".replace("'any'", "any")
+        raise CorruptFileError(name, expected, f"{tensor.dtype} of shape {tuple(tensor.shape)}", AGAIN)
 
-    @abstractmethod
-    def weight(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
-        """Return the weight that tensors stand for, which are what `parts` says.
 
-        Raises:
-            CorruptFileError: Their values do not fit each other.
-            UnsupportedError: None of this package's formats can hold it exactly.
-        """
+def _fits(found: torch.Size, shape: Shape) -> bool:
+    return len(found) == len(shape) and all(
+        size == want or (want is None and size > 0) for size, want in zip(found, shape, strict=True)
+    )
 
 
 def matrix(module: str, tensors: Mapping[str, Tensor], leaf: str, *dtypes: torch.dtype) -> tuple[int, int]:
-    """Return the shape of the matrix of a weight's codes; CorruptFileError: it is missing, or none of these dtypes."""
-    Part(dtypes, ((None, None),)).check(f"{module}.{leaf}", tensors.get(leaf))
+    """Return the shape of the matrix of a weight's codes.
+
+    CorruptFileError: it is missing, or none of these dtypes, or a float weight lies beside it.
+    """
+    check_tensor(module, tensors, leaf, dtypes, (None, None))
+    if leaf != "weight" and "weight" in tensors:
+        found = f"both codes and a weight in {tensors['weight'].dtype}"
+        raise CorruptFileError(f"{module}.weight", "codes alone", found, AGAIN)
     rows, columns = tensors[leaf].shape
     return rows, columns
 
@@ -140,6 +140,144 @@ def block_size(config: Mapping[str, Any], key: str, where: str = WHERE) -> tuple
     return block[0], block[1]
 
 
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """Return the int8 codes of int32 words, the first one in the lowest bits, each stored as code + 2^(bits - 1).
+
+    Examples:
+        >>> unpack(torch.tensor([[0x7F800081]], dtype=torch.int32), 8).tolist()
+        [[1, -128, 0, -1]]
+    """
+    return unpack_int4(words) if bits == 4 else (words.contiguous().view(torch.uint8) ^ 128).view(torch.int8)
+
+
 def no_place(where: str, expected: str, found: str) -> UnsupportedError:
     """Return the error for what this package's formats cannot hold exactly."""
     return UnsupportedError(where, expected, found, FROM_FLOAT)
+
+
+def asymmetric_weight(name: str, codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> QuantizedTensor:
+    """Return a weight of integer codes and zero points of the scale's shape, None for symmetric codes.
+
+    It is as `integer_weight` where the differences fit into as many bits; else uint4 for rows of one group, and int8
+    for others. UnsupportedError: a code and its zero point differ by more than int8 holds.
+    """
+    if zero is None or not bool(zero.any()):
+        return integer_weight(name, codes, scale, bits)
+    N, K = codes.shape
+    scale, zero = _by_row(name, scale, N), zero.reshape(-1, 1).expand(N, 1) if zero.dim() < 2 else zero.expand(N, -1)
+    differences = codes.int() - zero.int().repeat_interleave(K // zero.shape[1], dim=1)
+    low, high = (int(end) for end in differences.aminmax())
+    if low < -128 or high > 127:
+        expected = "codes that differ from their zero points by -128 to 127"
+        raise no_place(name, expected, f"{low} to {high}")
+    if bits == 4 and not -8 <= low <= high <= 7:
+        form = UInt4(32).fallback((N, K))
+        if isinstance(form, UInt4) and scale.shape[1] == 1:
+            return _uint4(name, codes, scale, zero, form)
+        bits = 8
+    return integer_weight(name, differences.to(torch.int8), scale, bits)
+
+
+def _uint4(name: str, codes: Tensor, scale: Tensor, zero: Tensor, form: UInt4) -> QuantizedTensor:
+    """Return a weight whose groups all have the scale and the zero point of their row."""
+    pairs = codes.shape[1] // form.group_size // 2
+    zero = (zero + 8).to(torch.uint8)
+    tensors = {
+        "qdata": pack_planes((codes + 8).to(torch.uint8), bits=4),
+        "scale": scale,
+        # 0 stands for a factor of 1.
+        "group_scale": torch.zeros(len(codes), pairs, dtype=torch.uint8, device=codes.device),
+        "zero_point": (zero | zero << 4).expand(-1, pairs),
+    }
+    return _held(name, form, tensors, tuple(codes.shape))
+
+
+def integer_weight(name: str, codes: Tensor, scale: Tensor, bits: int) -> QuantizedTensor:
+    """Return a weight of int8 codes `[N, K]` and scales: one, `[N]`, or `[N, G]` for groups of K / G columns.
+
+    It is int4 where `bits` is 4 and its groups can be made of groups of 32, 64 or 128, else int8.
+    """
+    N, K = codes.shape
+    scale = _by_row(name, scale, N)
+    G = scale.shape[1]
+    if bits == 4 and not bool(((codes >= -8) & (codes <= 7)).all()):
+        found = f"{int(codes.amin())} to {int(codes.amax())}"
+        raise CorruptFileError(name, "int4 codes of -8 to 7", found, AGAIN)
+    # A group of 256, or a row, is several groups of 128 with one scale.
+    sizes = [size for size in GROUP_SIZES if bits == 4 and (K // G) % size == 0]
+    if sizes and Int4(sizes[-1]).fallback((N, K)) == Int4(sizes[-1]):
+        size = sizes[-1]
+        scale = scale.repeat_interleave(K // G // size, dim=1)
+        return _held(name, Int4(size), {"qdata": pack_int4(codes), "scale": scale}, (N, K))
+    return _held(name, Int8(None if G == 1 else K // G), {"qdata": codes, "scale": scale}, (N, K))
+
+
+def float8_weight(name: str, codes: Tensor, scale: Tensor, rows_per_block: int = 1) -> QuantizedTensor:
+    """Return a weight of float8 codes `[N, K]` and scales: one, `[N]`, or `[R, C]` for blocks of so many rows.
+
+    UnsupportedError: the scales of a row differ.
+    """
+    N, K = codes.shape
+    if scale.dtype == torch.float8_e8m0fnu:
+        scale = scale.float()  # powers of two
+    if scale.dim() == 2 and scale.shape[0] == -(-N // rows_per_block):
+        scale = scale.repeat_interleave(min(rows_per_block, N), dim=0)[:N]
+    scale = _by_row(name, scale, N)
+    if not bool((scale == scale[:, :1]).all()):
+        found = f"{scale.shape[1]} scales along a row of {K} columns"
+        raise no_place(name, "float8 with one scale a row, as this package stores it", found)
+    if bool(codes.view(torch.uint8).bitwise_and(0x7F).eq(0x7F).any()):
+        raise CorruptFileError(name, "finite float8 codes", "NaN", AGAIN)
+    return _held(name, Float8E4M3(), {"qdata": codes, "scale": scale[:, :1]}, (N, K))
+
+
+def check_groups_in_order(name: str, g_idx: Tensor, K: int, G: int) -> None:
+    """Check that the groups of columns `[K]` are not scattered by the order of activations; else UnsupportedError."""
+    ordered = torch.arange(K, device=g_idx.device) // max(1, K // max(1, G))
+    if g_idx.shape != ordered.shape or not torch.equal(g_idx.to(torch.int64), ordered):
+        found = "columns in groups by activation order (desc_act, actorder)"
+        raise no_place(name, "groups of neighbouring columns", found)
+
+
+def check_groups(name: str, K: int, group_size: int) -> None:
+    """Check that groups of a size fill the columns of a row, unless they are all one group; else UnsupportedError."""
+    if 0 < group_size < K and K % group_size:
+        raise no_place(name, f"groups that divide {K} columns", f"groups of {group_size}")
+
+
+def group_count(K: int, group_size: int) -> int:
+    """Return in how many groups of a size the columns of a row lie; a size below 1 stands for one group."""
+    return 1 if group_size < 1 else -(-K // group_size)
+
+
+def channel_shapes(N: int) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of one scale for each of N rows."""
+    return (N, 1), (N,)
+
+
+def block_shape(N: int, K: int, block: tuple[int, int]) -> tuple[int, int]:
+    """Return the shape of one scale for each block of some rows and columns."""
+    return -(-N // block[0]), -(-K // block[1])
+
+
+def _by_row(name: str, scale: Tensor, N: int) -> Tensor:
+    """Return scales (one number, `[N]` or `[N, G]`) as a view `[N, G]`.
+
+    CorruptFileError: they are not for N rows, or not finite.
+    """
+    if scale.numel() == 1:
+        scale = scale.reshape(1, 1).expand(N, 1)
+    elif scale.dim() == 1:
+        scale = scale.unsqueeze(1)
+    if len(scale) != N:
+        raise CorruptFileError(name, f"scales for {N} rows", f"{len(scale)}", AGAIN)
+    if not bool(scale.isfinite().all()):
+        raise CorruptFileError(name, "finite scales", "NaN or Inf", AGAIN)
+    return scale
+
+
+def _held(name: str, form: Format, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> QuantizedTensor:
+    """Return stored tensors of any strides as a weight; CorruptFileError: they do not fit the format and the shape."""
+    tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}
+    form.check(tensors, shape, name)
+    return QuantizedTensor(tensors, form, shape, tensors["scale"].dtype)

@@ -14,29 +14,27 @@ from torch import Tensor
 
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
-from hf_trainweights.formats.packing import unpack_int4
 from hf_trainweights.imports.layouts.base import (
-    INTEGERS,
-    WHERE,
-    Layout,
-    Part,
-    Shape,
-    block_size,
-    integer,
-    matrix,
-    no_place,
-)
-from hf_trainweights.imports.weights import (
     AGAIN,
     FLOAT8_SCALES,
+    INTEGERS,
     TENSOR_SHAPES,
+    WHERE,
+    Layout,
+    Shape,
     asymmetric_weight,
     block_shape,
+    block_size,
     channel_shapes,
     check_groups,
     check_groups_in_order,
+    check_tensor,
     float8_weight,
     group_count,
+    integer,
+    matrix,
+    no_place,
+    unpack,
 )
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
@@ -88,33 +86,28 @@ class CompressedTensors(Layout):
             if value and not dense:
                 raise no_place(f"{WHERE}: {key}", "weights that are used as they are", repr(value)[:200])
 
-    def parts(self, module: str, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
-        """Return what the tensors of a quantized weight have to be."""
-        weight = tensors.get("weight")
-        if weight is not None and weight.dtype in FLOAT_DTYPES:
-            raise no_place(f"{module}.weight", "compressed codes", f"{weight.dtype}: quantized, but never compressed")
+    def weight(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
+        """Return the weight of a module; settings for its activations are left out."""
+        name, plain = f"{module}.weight", tensors.get("weight")
+        if plain is not None and plain.dtype in FLOAT_DTYPES:
+            raise no_place(name, "compressed codes", f"{plain.dtype}: quantized, but never compressed")
         packed = bool({"weight_packed", "weight_shape"} & tensors.keys())
         N, K, schemes = self._packed(module, tensors) if packed else self._plain(module, tensors)
-        is_float = schemes[0].kind == "float"
-        shapes = tuple(dict.fromkeys(shape for scheme in schemes for shape in scheme.scale_shapes(N, K)))
-        scale = Part(FLOAT8_SCALES if is_float else FLOAT_DTYPES, shapes)
-        scale.check(f"{module}.weight_scale", tensors.get("weight_scale"))
-        # Which group of config.json a module belongs to is told by its tensors.
-        found = tuple(tensors["weight_scale"].shape)
-        schemes = [scheme for scheme in schemes if found in scheme.scale_shapes(N, K)]
-        for scheme in schemes if not is_float else ():
-            check_groups(f"{module}.weight", K, scheme.block[1] if scheme.block else scheme.group_size)
-        has_zeros = any(not scheme.symmetric for scheme in schemes)
-        zeros, held = found, tensors.get("weight_zero_point")
-        if packed and len(found) == 2 and held is not None and held.dtype is torch.int32:
-            zeros = (-(-N // _CODES_PER_WORD[schemes[0].bits]), found[1])  # packed like the codes, but along the rows
-        by_activations = any(scheme.by_activations for scheme in schemes)
-        return {
-            **({} if packed else {"weight": Part((torch.int8, torch.float8_e4m3fn), ((N, K),))}),
-            "weight_scale": scale,
-            "weight_zero_point": Part(_FLOAT8_ZEROS if is_float else INTEGERS, (zeros,), has_zeros),
-            "weight_g_idx": Part(INTEGERS, ((K,),), by_activations),
-        }
+        _check_scales(module, tensors, N, K, schemes)
+        scale, zero = tensors["weight_scale"], tensors.get("weight_zero_point")
+        if schemes[0].kind == "float":
+            if zero is not None and bool(zero.double().any()):
+                raise no_place(name, "float8 without zero points", "zero points other than 0")
+            rows = next((scheme.block[0] for scheme in self._schemes if scheme.block is not None), 1)
+            return float8_weight(name, tensors["weight"], scale, rows)
+        bits = schemes[0].bits if packed else 8
+        codes = unpack(tensors["weight_packed"], bits)[:, :K] if packed else tensors["weight"]
+        if zero is not None and _has_packed_zeros(tensors):
+            zero = unpack(zero.t(), bits).t()[:N]
+        order = tensors.get("weight_g_idx")
+        if order is not None and not bool((order == -1).all()):
+            check_groups_in_order(name, order, K, scale.shape[-1])
+        return asymmetric_weight(name, codes, scale, zero, bits)
 
     def _plain(self, module: str, tensors: Mapping[str, Tensor]) -> tuple[int, int, list[_Scheme]]:
         """Return rows, columns and the schemes that codes of 8 bits may have."""
@@ -129,8 +122,7 @@ class CompressedTensors(Layout):
     def _packed(self, module: str, tensors: Mapping[str, Tensor]) -> tuple[int, int, list[_Scheme]]:
         """Return rows, columns and the schemes that int32 words may have, which are of one number of bits."""
         rows, words = matrix(module, tensors, "weight_packed", torch.int32)
-        shape = Part((torch.int64, torch.int32), ((2,),))
-        shape.check(f"{module}.weight_shape", tensors.get("weight_shape"))
+        check_tensor(module, tensors, "weight_shape", (torch.int64, torch.int32), (2,))
         N, K = tensors["weight_shape"].tolist()
         fitting = [
             scheme
@@ -145,25 +137,32 @@ class CompressedTensors(Layout):
     def _described(self) -> str:
         return ", ".join(sorted({f"{scheme.kind}{scheme.bits}" for scheme in self._schemes})) or "none"
 
-    def weight(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
-        """Return the weight of a module; settings for its activations are left out."""
-        name, scale, codes = f"{module}.weight", tensors["weight_scale"], tensors.get("weight")
-        zero, bits = tensors.get("weight_zero_point"), 8
-        if codes is not None and codes.dtype == torch.float8_e4m3fn:
-            if zero is not None and bool(zero.double().any()):
-                raise no_place(name, "float8 without zero points", "zero points other than 0")
-            rows = next((scheme.block[0] for scheme in self._schemes if scheme.block is not None), 1)
-            return float8_weight(name, codes, scale, rows)
-        if codes is None:
-            _, K, schemes = self._packed(module, tensors)
-            bits = schemes[0].bits
-            codes = unpack(tensors["weight_packed"], bits)[:, :K]
-            if zero is not None and zero.dtype is torch.int32 and scale.dim() == 2:
-                zero = unpack(zero.t(), bits).t()[: len(codes)]
-        order = tensors.get("weight_g_idx")
-        if order is not None and not bool((order == -1).all()):
-            check_groups_in_order(name, order, codes.shape[1], scale.shape[-1])
-        return asymmetric_weight(name, codes, scale, zero, bits)
+
+def _check_scales(module: str, tensors: Mapping[str, Tensor], N: int, K: int, schemes: list[_Scheme]) -> None:
+    """Check the tensors beside the codes of a weight of N rows and K columns that may be of several schemes."""
+    is_float = schemes[0].kind == "float"
+    shapes = dict.fromkeys(shape for scheme in schemes for shape in scheme.scale_shapes(N, K))
+    check_tensor(module, tensors, "weight_scale", FLOAT8_SCALES if is_float else FLOAT_DTYPES, *shapes)
+    # Which group of config.json a module belongs to is told by its tensors.
+    found = tuple(tensors["weight_scale"].shape)
+    schemes = [scheme for scheme in schemes if found in scheme.scale_shapes(N, K)]
+    for scheme in schemes if not is_float else ():
+        check_groups(f"{module}.weight", K, scheme.block[1] if scheme.block else scheme.group_size)
+    zeros = found
+    if _has_packed_zeros(tensors):
+        zeros = (-(-N // _CODES_PER_WORD[schemes[0].bits]), found[1])
+    has_zeros = any(not scheme.symmetric for scheme in schemes)
+    dtypes = _FLOAT8_ZEROS if is_float else INTEGERS
+    check_tensor(module, tensors, "weight_zero_point", dtypes, zeros, required=has_zeros)
+    by_activations = any(scheme.by_activations for scheme in schemes)
+    check_tensor(module, tensors, "weight_g_idx", INTEGERS, (K,), required=by_activations)
+
+
+def _has_packed_zeros(tensors: Mapping[str, Tensor]) -> bool:
+    """Return whether zero points are words too: packed like the codes, but along the rows."""
+    zero = tensors.get("weight_zero_point")
+    are_words = zero is not None and zero.dtype is torch.int32
+    return "weight_packed" in tensors and are_words and tensors["weight_scale"].dim() == 2
 
 
 def _scheme(where: str, weights: Mapping[str, Any]) -> _Scheme:
@@ -180,13 +179,3 @@ def _scheme(where: str, weights: Mapping[str, Any]) -> _Scheme:
     block = block_size(weights, "block_structure", where) if strategy in (None, "block") else None
     symmetric = weights.get("symmetric", True) is not False
     return _Scheme(kind, bits, strategy, size, block, symmetric, weights.get("actorder") in ("group", "dynamic"))
-
-
-def unpack(words: Tensor, bits: int) -> Tensor:
-    """Return the int8 codes of int32 words, the first one in the lowest bits, each stored as code + 2^(bits - 1).
-
-    Examples:
-        >>> unpack(torch.tensor([[0x7F800081]], dtype=torch.int32), 8).tolist()
-        [[1, -128, 0, -1]]
-    """
-    return unpack_int4(words) if bits == 4 else (words.contiguous().view(torch.uint8) ^ 128).view(torch.int8)

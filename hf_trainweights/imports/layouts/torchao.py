@@ -14,16 +14,20 @@ from torch import Tensor
 
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
-from hf_trainweights.imports.layouts.base import INTEGERS, Layout, Part, matrix, no_place
-from hf_trainweights.imports.weights import (
+from hf_trainweights.imports.layouts.base import (
     AGAIN,
     FLOAT8_SCALES,
+    INTEGERS,
     TENSOR_SHAPES,
+    Layout,
     asymmetric_weight,
     block_shape,
     channel_shapes,
     check_groups,
+    check_tensor,
     float8_weight,
+    matrix,
+    no_place,
 )
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
@@ -48,8 +52,8 @@ class TorchAO(Layout):
         ("_weight_qdata", "_weight_scale", "_weight_zero_point", "_weight_act_pre_scale", "_weight_act_quant_scale")
     )
 
-    def parts(self, module: str, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
-        """Return what the tensors of a quantized weight have to be."""
+    def weight(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
+        """Return the weight of a module."""
         name = f"{module}.weight"
         described = self._description(name)
         if "_weight_act_pre_scale" in tensors:
@@ -57,26 +61,18 @@ class TorchAO(Layout):
         if described.kind not in _HELD:
             raise no_place(name, f"{', '.join(_HELD)} of torchao", f"a {described.kind}")
         dtype = _HELD[described.kind]
+        is_float = dtype is torch.float8_e4m3fn
         N, K = matrix(module, tensors, "_weight_qdata", dtype)
-        if dtype is torch.int8:
+        if not is_float:
             check_groups(name, K, described.block[1])
         shape = block_shape(N, K, described.block)
         shapes = TENSOR_SHAPES if shape == (1, 1) else channel_shapes(N) if shape == (N, 1) else (shape,)
-        scale = Part(FLOAT8_SCALES if dtype is torch.float8_e4m3fn else FLOAT_DTYPES, shapes)
-        scale.check(f"{module}._weight_scale", tensors.get("_weight_scale"))
-        return {
-            "_weight_qdata": Part((dtype,), ((N, K),)),
-            "_weight_scale": scale,
-            "_weight_zero_point": Part(INTEGERS, (tuple(tensors["_weight_scale"].shape),), described.has_zeros),
-        }
-
-    def weight(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
-        """Return the weight of a module."""
-        name = f"{module}.weight"
-        described, codes, scale = self._description(name), tensors["_weight_qdata"], tensors["_weight_scale"]
-        if codes.dtype is torch.float8_e4m3fn:
+        check_tensor(module, tensors, "_weight_scale", FLOAT8_SCALES if is_float else FLOAT_DTYPES, *shapes)
+        codes, scale, zero = tensors["_weight_qdata"], tensors["_weight_scale"], tensors.get("_weight_zero_point")
+        check_tensor(module, tensors, "_weight_zero_point", INTEGERS, tuple(scale.shape), required=described.has_zeros)
+        if is_float:
             return float8_weight(name, codes, scale, described.block[0])
-        return asymmetric_weight(name, codes, scale, tensors.get("_weight_zero_point"), described.bits)
+        return asymmetric_weight(name, codes, scale, zero, described.bits)
 
     def _description(self, name: str) -> _Description:
         """Return what the metadata says of a weight."""
