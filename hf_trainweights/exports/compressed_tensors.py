@@ -21,15 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_trainweights.errors import ConfigError, UnsupportedError
-from hf_trainweights.exports.sources import as_int8, model_of
+from hf_trainweights.errors import UnsupportedError
+from hf_trainweights.exports.sources import model_of, tensors_to_write
 from hf_trainweights.files.safetensors_file import MAX_SHARD_SIZE, TensorToWrite, write_shards
 from hf_trainweights.files.staging import staged_files
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.host.checkpoints import checkpoint_tensors, names_not_saved
-from hf_trainweights.models.host.models import has_adapters
 from hf_trainweights.models.saving.new_directories import copy_companions, write_config
-from hf_trainweights.models.saving.saved_tensors import matrices_in_checkpoint, whole_state_dict
+from hf_trainweights.models.saving.saved_tensors import matrices_in_checkpoint
 from hf_trainweights.models.saving.saving import is_replaced
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
@@ -72,7 +71,7 @@ def export_compressed_tensors(
             before is untouched.
     """
     model: Any = model_of(model_or_directory)
-    tensors, quantization_config = lay_out(model, whole_state_dict(model))
+    tensors, quantization_config = lay_out(model)
     with staged_files(Path(out), lambda name: is_replaced(name, variant=None)) as staged:
         if not isinstance(model_or_directory, PreTrainedModel):
             copy_companions(model_or_directory, staged.path)
@@ -80,18 +79,13 @@ def export_compressed_tensors(
         write_shards(tensors, staged.path, max_shard_size)
 
 
-def lay_out(
-    model: PreTrainedModel, state_dict: Mapping[str, Tensor]
-) -> tuple[dict[str, TensorToWrite], dict[str, Any]]:
+def lay_out(model: PreTrainedModel) -> tuple[dict[str, TensorToWrite], dict[str, Any]]:
     """Return the tensors of a checkpoint in the layout, and the `quantization_config` that describes them.
 
-    The state dict has a tied tensor once, none on the meta device and none in a kernel's private layout.
+    None of the model's tensors is in a kernel's private layout.
     """
-    quantized = {name: as_int8(each) for name, each in state_dict.items() if isinstance(each, QuantizedTensor)}
-    if not quantized:
-        raise ConfigError("model", "quantized weights", "none", "Quantize the model first.")
-    if has_adapters(model):
-        raise UnsupportedError("model", "a model by itself", "one with adapters", "Save them, then delete_adapter.")
+    state_dict = tensors_to_write(model)
+    quantized = {name: tensor for name, tensor in state_dict.items() if isinstance(tensor, QuantizedTensor)}
     _check_weights(model, quantized)
     left_out = {*quantized, *names_not_saved(model)}
     others = {name: tensor for name, tensor in state_dict.items() if name not in left_out}

@@ -20,7 +20,6 @@ from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_
 from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.exports.compressed_tensors import lay_out, pack
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.models.saving.saved_tensors import whole_state_dict
 
 INT4 = {"format": "int4", "group_size": 32}
 EXPERTS = "model.layers.*.mlp.experts."
@@ -33,7 +32,7 @@ def quantized(architecture: str, dtype: torch.dtype = torch.float32, **config: A
 
 
 def laid_out(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    tensors, config = lay_out(model, whole_state_dict(model))
+    tensors, config = lay_out(model)
     made = {name: tensor.make() for name, tensor in tensors.items()}
     assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in made.items()} == {
         name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()

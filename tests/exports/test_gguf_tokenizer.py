@@ -29,8 +29,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from hf_trainweights.errors import ConfigError, UnsupportedError
-from hf_trainweights.exports.gguf.pre_tokenizers import pre_tokenizer_name
-from hf_trainweights.exports.gguf.tokenizer import describe_tokenizer, load_tokenizer
+from hf_trainweights.exports.gguf.tokenizer import describe_tokenizer, load_tokenizer, pre_tokenizer_name
 
 # More than any of these tokenizers has.
 SIZE = 604

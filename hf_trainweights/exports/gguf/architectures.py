@@ -139,8 +139,7 @@ def architecture_of(model: PreTrainedModel) -> Architecture:
     """Return the architecture of a model; UnsupportedError: llama.cpp has none, or one with other settings built in."""
     name = type(model).__name__
     if name not in ARCHITECTURES or getattr(transformers, name, None) is not type(model):
-        next_step = "For other readers there is export_compressed_tensors."
-        raise UnsupportedError("model", f"one of {', '.join(ARCHITECTURES)}", name, next_step)
+        raise unsupported("model", f"one of {', '.join(ARCHITECTURES)}", name)
     architecture = ARCHITECTURES[name]
     for setting, values in _fixed(architecture, model.config).items():
         found = getattr(model.config, setting, values[0])
@@ -153,8 +152,12 @@ def architecture_of(model: PreTrainedModel) -> Architecture:
 
 
 def _other_setting(name: str, setting: str, expected: str, found: object) -> UnsupportedError:
-    next_step = "llama.cpp computes with nothing else. For other readers there is export_compressed_tensors."
-    return UnsupportedError(f"{name}'s {setting}", expected, repr(found), next_step)
+    return unsupported(f"{name}'s {setting}", expected, repr(found), "llama.cpp computes with nothing else. ")
+
+
+def unsupported(where: str, expected: str, found: str, why: str = "") -> UnsupportedError:
+    """Return the error for what llama.cpp has no place for."""
+    return UnsupportedError(where, expected, found, f"{why}For other readers there is export_compressed_tensors.")
 
 
 def _fixed(architecture: Architecture, config: PretrainedConfig) -> Mapping[str, tuple[object, ...]]:

@@ -1,26 +1,67 @@
-"""A tokenizer as llama.cpp reads it: its tokens, what each is for, and the way in which text becomes tokens."""
+"""A tokenizer as llama.cpp reads it: its tokens, what each is for, and the way in which text becomes tokens.
+
+How byte-level tokenizers split text before they merge, llama.cpp has built in, and a file names one of these ways. Its
+own converter recognizes a tokenizer by the hash of one encoded text; here the expressions themselves are compared, so a
+tokenizer that was trained anew is recognized too. Tokenizers that took their tokens from SentencePiece have scores that
+tell which of them text becomes.
+Names: `src/llama-vocab.cpp` in https://github.com/ggml-org/llama.cpp
+"""
 
 from __future__ import annotations
 
+import base64
 import json
+import re
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import gguf
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
-from hf_trainweights.errors import ConfigError
-from hf_trainweights.exports.gguf.pre_tokenizers import pre_tokenizer_name, steps, unsupported_tokenizer
-from hf_trainweights.exports.gguf.sentencepiece import describe_sentencepiece_bpe, describe_unigram, merges_of
+from hf_trainweights.errors import ConfigError, UnsupportedError
+from hf_trainweights.exports.gguf.architectures import unsupported
 
 _SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 # What these normalizers do llama.cpp does too, except NFC, which leaves most text as it is.
 _BYTE_LEVEL_NORMALIZERS = ([], ["NFC"])
 
-# How llama.cpp writes the beginning of a word, and Transformers all but the beginning.
-_BEGIN, _REST = "\N{LOWER ONE EIGHTH BLOCK}", "##"
+# How BERT's tokenizers write all of a word but its beginning.
+_INSIDE = "##"
 _NORMALIZER = {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True}
 # gguf 0.19 does not name them. Versions of llama.cpp that do not know them always do both.
 _LOWERCASE, _STRIP_ACCENTS = "tokenizer.ggml.normalizer.lowercase", "tokenizer.ggml.normalizer.strip_accents"
+
+# How SentencePiece writes a space, and llama.cpp the beginning of a word.
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+_REPLACES_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+# Gemma's, which finds no more spaces to split at.
+_SPLITS_SPACES = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+_MARKS_WORDS = {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": "always", "split": True}
+
+_DIGIT, _DIGITS, _THREE_DIGITS = r"\p{N}", r"\p{N}+", "[0-9][0-9][0-9]"
+_PUNCTUATION = r"[\p{P}$+<=>^~|`]+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}"
+_QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}"
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
+)
+
+# The expressions in their order, and whether a piece that is a token is taken before any merge.
+_NAMES = {
+    ((_GPT2,), False): "gpt-2",
+    ((_DIGIT, _GPT2), False): "smollm",
+    ((_LLAMA3,), True): "llama-bpe",
+    ((_LLAMA3,), False): "smaug-bpe",
+    ((_QWEN2,), False): "qwen2",
+    ((_TEKKEN,), True): "tekken",
+    ((_PUNCTUATION, _GPT2, _DIGITS, _THREE_DIGITS), False): "falcon",
+}
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
@@ -47,15 +88,12 @@ def describe_tokenizer(
         raise ConfigError("tokenizer", "one of the library tokenizers", type(tokenizer).__name__, next_step)
     stored = json.loads(backend.to_str())
     tokens, kinds = _tokens(tokenizer, size)
-    if stored["model"]["type"] == "WordPiece":
-        _describe_wordpiece(writer, stored, tokens, kinds)
-    elif stored["model"]["type"] == "Unigram":
-        describe_unigram(writer, stored, tokens, kinds)
-    else:
-        _describe_bpe(writer, stored, tokens, kinds)
+    kind = stored["model"]["type"]
+    describe = {"WordPiece": _describe_wordpiece, "Unigram": _describe_unigram}.get(kind, _describe_bpe)
+    describe(writer, stored, tokens, kinds)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
-    _describe_special_tokens(writer, tokenizer, config, is_wordpiece=stored["model"]["type"] == "WordPiece")
+    _describe_special_tokens(writer, tokenizer, config, is_wordpiece=kind == "WordPiece")
     if isinstance(template := tokenizer.chat_template, dict):
         template = [{"name": name, "template": text} for name, text in template.items()]
     if template:
@@ -86,18 +124,132 @@ def _describe_bpe(
     settings = {key: model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")}
     if model["type"] != "BPE" or any(settings.values()):
         expected = "a tokenizer of the kind BPE, without dropout and affixes, Unigram or WordPiece"
-        raise unsupported_tokenizer(expected, f"{model['type']} with {settings}")
+        raise _unsupported(expected, f"{model['type']} with {settings}")
     if model["byte_fallback"]:
-        describe_sentencepiece_bpe(writer, stored, tokens, kinds)
+        _describe_sentencepiece_bpe(writer, stored, tokens, kinds)
         return
-    normalizers = [each["type"] for each in steps(stored["normalizer"], "normalizers")]
+    normalizers = [each["type"] for each in _steps(stored["normalizer"], "normalizers")]
     if normalizers not in _BYTE_LEVEL_NORMALIZERS:
-        raise unsupported_tokenizer("no normalizer, or NFC", " and ".join(normalizers))
-    if not any(each["type"] == "ByteLevel" for each in steps(stored["pre_tokenizer"], "pretokenizers")):
-        raise unsupported_tokenizer("a tokenizer of bytes", "one of characters")
+        raise _unsupported("no normalizer, or NFC", " and ".join(normalizers))
+    if not any(each["type"] == "ByteLevel" for each in _steps(stored["pre_tokenizer"], "pretokenizers")):
+        raise _unsupported("a tokenizer of bytes", "one of characters")
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre_tokenizer_name(stored))
-    writer.add_token_merges([" ".join(merge) for merge in merges_of(stored)])
+    writer.add_token_merges([" ".join(merge) for merge in _merges(stored)])
+
+
+def pre_tokenizer_name(stored: dict[str, Any]) -> str:
+    """Return llama.cpp's name for the way in which a byte-level tokenizer.json splits text."""
+    found = _steps(stored["pre_tokenizer"], "pretokenizers")
+    key = tuple(expression for step in found for expression in _expressions(step)), stored["model"]["ignore_merges"]
+    if key not in _NAMES:
+        found = f"{' then '.join(key[0])!r}{', tokens before merges' if key[1] else ''}"
+        raise _unsupported(f"text to be split as by {', '.join(_NAMES.values())}", found)
+    return _NAMES[key]
+
+
+def _expressions(step: dict[str, Any]) -> list[str]:
+    """Return the expressions that a step splits by, or its description if it does anything else."""
+    if step["type"] == "ByteLevel" and not step["add_prefix_space"]:
+        return [_GPT2] if step["use_regex"] else []
+    if step["type"] == "Digits":
+        return [_DIGIT if step["individual_digits"] else _DIGITS]
+    if step["type"] == "Punctuation" and step["behavior"] == "Contiguous":
+        return [_PUNCTUATION]
+    if step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
+        return [step["pattern"].get("Regex", f"the text {step['pattern']}")]
+    return [str(step)]
+
+
+def _describe_sentencepiece_bpe(
+    writer: gguf.GGUFWriter, stored: dict[str, Any], tokens: list[str], kinds: list[gguf.TokenType]
+) -> None:
+    """Write scores that stand for the order of merges, and mark bytes, spaces and the unknown token, in place."""
+    prefix = _adds_space(stored)
+    scores = _scores(tokens, kinds, _merges(stored))
+    for number, token in enumerate(tokens):
+        if kinds[number] == gguf.TokenType.USER_DEFINED:
+            tokens[number] = token.replace(_SPACE, " ")
+        elif re.fullmatch("<0x[0-9A-F]{2}>", token):
+            kinds[number] = gguf.TokenType.BYTE
+        elif token == stored["model"]["unk_token"]:
+            kinds[number] = gguf.TokenType.UNKNOWN
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_add_space_prefix(prefix)
+    writer.add_token_scores(scores)
+
+
+def _adds_space(stored: dict[str, Any]) -> bool:
+    """Return whether text gets a space in front."""
+    prefix, unknown = False, []
+    for step in _steps(stored["normalizer"], "normalizers"):
+        if step["type"] == "Prepend" and step["prepend"] == _SPACE:
+            prefix = True
+        elif step != _REPLACES_SPACES:
+            unknown.append(step)
+    for step in _steps(stored["pre_tokenizer"], "pretokenizers"):
+        if step["type"] == "Metaspace" and step["replacement"] == _SPACE and not step["split"]:
+            prefix = prefix or step["prepend_scheme"] != "never"
+        elif step != _SPLITS_SPACES or _REPLACES_SPACES not in _steps(stored["normalizer"], "normalizers"):
+            unknown.append(step)
+    if unknown:
+        raise _unsupported("spaces to be replaced as by SentencePiece, and nothing else", str(unknown))
+    return prefix
+
+
+def _scores(tokens: list[str], kinds: list[gguf.TokenType], merges: Sequence[Sequence[str]]) -> list[float]:
+    """Return scores by which llama.cpp merges in the order of the merges.
+
+    It joins any two neighbours that make a token, the one with the best score first. That is the same if all such pairs
+    are merges, and those that make the same token follow each other, as where Transformers has made merges of scores.
+    """
+    pairs = {(left, right) for left, right in merges}
+    made = ["".join(merge) for merge in merges]
+    order = [token for token, _ in groupby(made)]
+    vocabulary = {token for token, kind in zip(tokens, kinds, strict=True) if kind == gguf.TokenType.NORMAL}
+    missing = [
+        token
+        for token in vocabulary
+        for cut in range(1, len(token))
+        if token[:cut] in vocabulary and token[cut:] in vocabulary and (token[:cut], token[cut:]) not in pairs
+    ]
+    if missing or len(order) != len(set(order)):
+        found = f"merges in another order{f', and none for {sorted(missing)[:3]}' if missing else ''}"
+        raise _unsupported("merges in the order of scores, one for each way to a token", found)
+    scores = {token: -float(rank) for rank, token in enumerate(order)}
+    return [scores.get(token, 0.0) for token in tokens]
+
+
+def _merges(stored: dict[str, Any]) -> list[Sequence[str]]:
+    """Return the merges of a BPE tokenizer.json, each the two tokens that are merged."""
+    return [merge.split(" ") if isinstance(merge, str) else merge for merge in stored["model"]["merges"]]
+
+
+def _describe_unigram(
+    writer: gguf.GGUFWriter, stored: dict[str, Any], tokens: list[str], kinds: list[gguf.TokenType]
+) -> None:
+    """Write the scores of a Unigram tokenizer.json, which takes the tokens whose scores add up to the most.
+
+    The unknown token is marked in `kinds`.
+    """
+    model, normalizers = stored["model"], _steps(stored["normalizer"], "normalizers")
+    if model["byte_fallback"] or model["unk_id"] is None:
+        raise _unsupported("a token for unknown characters", "bytes" if model["byte_fallback"] else "none")
+    pre_tokenizers = _steps(stored["pre_tokenizer"], "pretokenizers")
+    # Between words llama.cpp knows nothing but the space, which is what a map of characters makes of a line's end.
+    if [each["type"] for each in normalizers] != ["Precompiled"]:
+        raise _unsupported("text to be normalized by SentencePiece's map of characters", str(normalizers)[:200])
+    if pre_tokenizers != [{"type": "WhitespaceSplit"}, _MARKS_WORDS]:
+        raise _unsupported("a mark before each word, split at spaces", str(pre_tokenizers))
+    kinds[model["unk_id"]] = gguf.TokenType.UNKNOWN
+    scores = [score for _, score in model["vocab"]]
+    writer.add_tokenizer_model("t5")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_scores(scores + [0.0] * (len(tokens) - len(scores)))
+    writer.add_add_space_prefix(True)
+    writer.add_remove_extra_whitespaces(True)
+    writer.add_precompiled_charsmap(base64.b64decode(normalizers[0]["precompiled_charsmap"]))
 
 
 def _describe_wordpiece(
@@ -106,19 +258,26 @@ def _describe_wordpiece(
     """Write how a tokenizer.json normalizes text, and rename tokens, in place, to mark them as llama.cpp expects."""
     normalizer = stored["normalizer"] or {}
     if {key: normalizer.get(key) for key in _NORMALIZER} != _NORMALIZER:
-        raise unsupported_tokenizer("text to be normalized as by BERT", str(stored["normalizer"]))
+        raise _unsupported("text to be normalized as by BERT", str(stored["normalizer"]))
     if stored["pre_tokenizer"] != {"type": "BertPreTokenizer"}:
-        raise unsupported_tokenizer("words to be split as by BERT", str(stored["pre_tokenizer"]))
-    if stored["model"]["continuing_subword_prefix"] != _REST:
-        raise unsupported_tokenizer(f"{_REST} inside words", repr(stored["model"]["continuing_subword_prefix"]))
+        raise _unsupported("words to be split as by BERT", str(stored["pre_tokenizer"]))
+    if stored["model"]["continuing_subword_prefix"] != _INSIDE:
+        raise _unsupported(f"{_INSIDE} inside words", repr(stored["model"]["continuing_subword_prefix"]))
     for number, token in enumerate(tokens):
         if kinds[number] == gguf.TokenType.NORMAL:
-            tokens[number] = token.removeprefix(_REST) if token.startswith(_REST) else _BEGIN + token
+            tokens[number] = token.removeprefix(_INSIDE) if token.startswith(_INSIDE) else _SPACE + token
     lowercase, strips = normalizer["lowercase"], normalizer["strip_accents"]
     writer.add_bool(_LOWERCASE, lowercase)
     writer.add_bool(_STRIP_ACCENTS, lowercase if strips is None else strips)
     writer.add_tokenizer_model("bert")
     writer.add_tokenizer_pre("default")
+
+
+def _steps(step: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
+    """Return the steps of a normalizer or pre-tokenizer; those of a sequence, which are under `key`, one by one."""
+    if step is None:
+        return []
+    return [inner for each in step[key] for inner in _steps(each, key)] if step["type"] == "Sequence" else [step]
 
 
 def _describe_special_tokens(
@@ -139,7 +298,7 @@ def _describe_special_tokens(
         raise ConfigError("tokenizer", "a token for the end of text", "none", next_step)
     begins, ends = _added(tokenizer, numbers.get(first), numbers[last])
     if is_wordpiece and not (begins and ends):
-        raise unsupported_tokenizer("the tokens cls and sep around a text", "a text without one of them")
+        raise _unsupported("the tokens cls and sep around a text", "a text without one of them")
     written = numbers | ({"bos": numbers["cls"]} if is_wordpiece else {})
     for name, number in written.items():
         if name != "cls":
@@ -156,4 +315,9 @@ def _added(tokenizer: PreTrainedTokenizerBase, first: int | None, last: int) -> 
             if whole == [first] * begins + bare + [last] * ends:
                 return begins, ends
     added = tokenizer.convert_ids_to_tokens(whole)
-    raise unsupported_tokenizer("at most the begin and the end of text around a text", f"{added} for 'a'")
+    raise _unsupported("at most the begin and the end of text around a text", f"{added} for 'a'")
+
+
+def _unsupported(expected: str, found: str) -> UnsupportedError:
+    """Return the error for a tokenizer that llama.cpp would not follow."""
+    return unsupported("tokenizer", expected, found, "llama.cpp would give the model other tokens. ")

@@ -12,20 +12,14 @@ import gguf
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_trainweights.errors import ConfigError, UnsupportedError
+from hf_trainweights.errors import ConfigError
 from hf_trainweights.exports.gguf.architectures import architecture_of
-from hf_trainweights.exports.gguf.blocks import FileTensor, Kind, lay_out
-from hf_trainweights.exports.gguf.metadata import describe_model, describe_source, vocabulary_size
-from hf_trainweights.exports.gguf.names import Place, places, whole
-from hf_trainweights.exports.gguf.pooling import describe_pooling
-from hf_trainweights.exports.gguf.rope import rope_tensors
+from hf_trainweights.exports.gguf.metadata import describe_model, describe_pooling, describe_source, vocabulary_size
+from hf_trainweights.exports.gguf.tensors import FileTensor, Kind, lay_out
 from hf_trainweights.exports.gguf.tokenizer import describe_tokenizer, load_tokenizer
+from hf_trainweights.exports.sources import tensors_to_write
 from hf_trainweights.files.atomic import make_directories, replace_file, save_errors
 from hf_trainweights.files.staging import clean_up
-from hf_trainweights.models.host.checkpoints import names_not_saved
-from hf_trainweights.models.host.models import has_adapters
-from hf_trainweights.models.saving.saved_tensors import whole_state_dict
-from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # What a file says it mostly holds; readers show it.
 _FILE_TYPES = {Kind.Q8_0: gguf.LlamaFileType.MOSTLY_Q8_0, Kind.Q4_0: gguf.LlamaFileType.MOSTLY_Q4_0}
@@ -38,11 +32,11 @@ def write_model(
     target: Path,
 ) -> None:
     """Write a quantized model, with its tokenizer or the one in `source`; no weight is in a kernel's private layout."""
-    tensors = lay_out_model(model)
+    state_dict, architecture = tensors_to_write(model), architecture_of(model)
+    tensors = lay_out(model, state_dict, architecture)
     if tokenizer is None and source is None:
         next_step = "Pass it: export_gguf(model, out, tokenizer)."
         raise ConfigError("tokenizer", "the tokenizer of the model", "none", next_step)
-    architecture = architecture_of(model)
     writer = gguf.GGUFWriter(None, architecture.name)
     directory = Path(source) if source is not None and Path(source).is_dir() else None
     describe_source(writer, model, directory)
@@ -60,22 +54,6 @@ def write_model(
         make_directories(target.parent)
         clean_up(target.parent)
         _write(writer, tensors, target)
-
-
-def lay_out_model(model: PreTrainedModel) -> dict[str, FileTensor]:
-    """Return a file's tensors, made when they are asked for; no weight of the model is in a kernel's private layout."""
-    state_dict = whole_state_dict(model)
-    if not any(isinstance(tensor, QuantizedTensor) for tensor in state_dict.values()):
-        raise ConfigError("model", "quantized weights", "none", "Quantize the model first.")
-    if has_adapters(model):
-        raise UnsupportedError("model", "a model by itself", "one with adapters", "Save them, then delete_adapter.")
-    architecture = architecture_of(model)
-    names = state_dict.keys() - names_not_saved(model)
-    found = places([name for name in state_dict if name in names], architecture, model.config)
-    tensors = {name: lay_out(name, state_dict[place.source], place) for name, place in found.items()}
-    for name, factors in rope_tensors(model.config).items():
-        tensors[name] = lay_out(name, factors, Place("rope_parameters", whole))
-    return tensors
 
 
 def _write(writer: gguf.GGUFWriter, tensors: Mapping[str, FileTensor], target: Path) -> None:
