@@ -29,7 +29,7 @@ from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME, Weights, save_
 from hf_trainweights.errors import ConfigError, CorruptFileError, TrainWeightsError
 
 if TYPE_CHECKING:
-    from hf_trainweights.exports.example_inputs import ExampleInputs
+    from hf_trainweights.exports.sources import ExampleInputs
 
 # Buffers that are not in the state dict, if there are any.
 _BUFFERS_NAME = "buffers.pt"

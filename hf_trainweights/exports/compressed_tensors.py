@@ -70,7 +70,7 @@ def export_compressed_tensors(
         SaveError: `out` cannot be written, the disk is full, or another save into it is running; what was there
             before is untouched.
     """
-    model: Any = model_of(model_or_directory)
+    model = model_of(model_or_directory)
     tensors, quantization_config = lay_out(model)
     with staged_files(Path(out), lambda name: is_replaced(name, variant=None)) as staged:
         if not isinstance(model_or_directory, PreTrainedModel):

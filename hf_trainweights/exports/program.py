@@ -15,12 +15,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.exports.example_inputs import ExampleInputs, Inputs
 from hf_trainweights.exports.lowering import lowered
-from hf_trainweights.exports.plain_calls import NamedCall, in_eval_mode, split_inputs
-from hf_trainweights.exports.sources import model_of
+from hf_trainweights.exports.refusals import check_file_name, tracer_errors
+from hf_trainweights.exports.sources import ExampleInputs, Inputs, NamedCall, in_eval_mode, model_of
 from hf_trainweights.exports.targets.base import Target
-from hf_trainweights.exports.tracer_errors import tracer_errors
 from hf_trainweights.files.staging import staged_files
 
 
@@ -58,9 +56,7 @@ def export_program(
         >>> export_program("models/bert-int8", "bert.pt2", dynamic_shapes=free)  # doctest: +SKIP
     """
     out = Path(out)
-    if out.suffix != ".pt2" or out.is_dir():
-        file = out / "model.pt2" if out.is_dir() else out.with_suffix(".pt2")
-        raise ConfigError("out", "a file that ends in .pt2", str(out), f"Write to {file}, for example.")
+    check_file_name(out, ".pt2")
     model = model_of(model_or_directory)
     inputs = Inputs.of(model, example_inputs)
     with in_eval_mode(model), lowered(model, Target()), torch.no_grad():
@@ -77,7 +73,7 @@ def _trace(model: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> torch.expor
     next_step = "Pass other example_inputs or dynamic_shapes, or use export_torchscript."
     call, args, kwargs = model, inputs.args, inputs.kwargs
     if isinstance(model, PreTrainedModel):
-        tensors, options = split_inputs(inputs)
+        tensors, options = inputs.split()
         call, args, kwargs = _called_by_name(model, options, tuple(tensors)), (), tensors
         dynamic_shapes = _shapes_of_all(tensors, dynamic_shapes)
     with tracer_errors(model, "torch.export", next_step):

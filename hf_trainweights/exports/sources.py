@@ -1,12 +1,16 @@
-"""What an export is made from: a model or the directory of a saved one, and weights in the format of their tensors."""
+"""A model as exports take it: in memory, in eval mode, called with tensors that need no Transformers to be read."""
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError, UnsupportedError
@@ -17,26 +21,145 @@ from hf_trainweights.models.loading.saved_models import load_saved
 from hf_trainweights.models.saving.saved_tensors import whole_state_dict
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
+_BATCH, _LENGTH = 2, 8
 
-def model_of(source: nn.Module | str | os.PathLike[str], dtype: torch.dtype | str = "auto") -> nn.Module:
-    """Return a model as it is, or the one that was saved to a directory, by default in the dtypes it was saved in."""
-    return source if isinstance(source, nn.Module) else load_saved(source, dtype=dtype)
+# Inputs as a caller may give them: one tensor, several in order, or several by name.
+ExampleInputs = Tensor | Sequence[Any] | Mapping[str, Any]
+
+
+def model_of(source: nn.Module | str | os.PathLike[str], dtype: torch.dtype | str = "auto") -> Any:
+    """Return a quantized model as it is, or the one that was saved to a directory, in the dtypes it was saved in.
+
+    ConfigError: nothing in it is quantized.
+    """
+    model = source if isinstance(source, nn.Module) else load_saved(source, dtype=dtype)
+    if not any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters()):
+        raise ConfigError("model", "quantized weights", "none", "Quantize the model first.")
+    return model
 
 
 def tensors_to_write(model: PreTrainedModel) -> dict[str, Any]:
-    """Return all tensors of a quantized model by name, a tied weight once, a coded one as int8 with the same tensors.
+    """Return all tensors of a model by name, a tied weight once, a coded one as int8 with the same tensors.
 
-    ConfigError: none is quantized; UnsupportedError: the model has adapters.
+    UnsupportedError: the model has adapters.
     """
-    state_dict = whole_state_dict(model)
-    if not any(isinstance(tensor, QuantizedTensor) for tensor in state_dict.values()):
-        raise ConfigError("model", "quantized weights", "none", "Quantize the model first.")
     if has_adapters(model):
         raise UnsupportedError("model", "a model by itself", "one with adapters", "Save them, then delete_adapter.")
-    return {name: _as_int8(tensor) for name, tensor in state_dict.items()}
+    return {name: _as_int8(tensor) for name, tensor in whole_state_dict(model).items()}
 
 
 def _as_int8(value: Any) -> Any:
     if not isinstance(value, QuantizedTensor) or not isinstance(value.format, Coded):
         return value
     return QuantizedTensor.from_held(value.held, Int8(), value.stored_shape, value.dtype, value.transposed)
+
+
+@contextlib.contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Hold a model in eval mode within the context; afterwards each module is in its own mode again."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The arguments of a model's `forward`."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module, example_inputs: ExampleInputs | None) -> Inputs:
+        """Return what is given, or inputs that fit a model of Transformers; ConfigError: none can be made up."""
+        if example_inputs is None:
+            example_inputs = _made_up(model)
+        if isinstance(example_inputs, Mapping):
+            return cls(kwargs=_without_cache(model, example_inputs))
+        inputs = cls((example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs))
+        # Models of Transformers are called by name.
+        return cls.of(model, inputs.by_name(model)) if isinstance(model, PreTrainedModel) else inputs
+
+    def by_name(self, model: nn.Module) -> dict[str, Any]:
+        """Return all arguments by the names that the model's `forward` gives them."""
+        names = list(inspect.signature(model.forward).parameters)
+        return {**dict(zip(names, self.args, strict=False)), **self.kwargs}
+
+    def split(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the arguments of a model of Transformers that are tensors, and the others, both by name."""
+        tensors = {name: value for name, value in self.kwargs.items() if isinstance(value, Tensor)}
+        return tensors, {name: value for name, value in self.kwargs.items() if name not in tensors}
+
+
+def _made_up(model: nn.Module) -> dict[str, Tensor]:
+    if isinstance(model, PreTrainedModel):
+        if model.main_input_name == "input_ids":
+            return _text(model)
+        if model.main_input_name == "pixel_values" and hasattr(model.config, "image_size"):
+            return {"pixel_values": _image(model)}
+    name = type(model).__name__
+    raise ConfigError("example_inputs", f"inputs for a {name}", "None", "Pass a dict of its arguments, or a tuple.")
+
+
+def _text(model: PreTrainedModel) -> dict[str, Tensor]:
+    taken = inspect.signature(model.forward).parameters
+    ids = torch.arange(_BATCH * _LENGTH).view(_BATCH, _LENGTH) % model.config.get_text_config().vocab_size
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "decoder_input_ids": ids[:, :3].clone()}
+    return {name: tensor.to(model.device) for name, tensor in inputs.items() if name in taken}
+
+
+def _image(model: PreTrainedModel) -> Tensor:
+    size = model.config.image_size
+    height, width = size if isinstance(size, Sequence) else (size, size)
+    shape = (_BATCH, getattr(model.config, "num_channels", 3), height, width)
+    values = torch.linspace(-1, 1, torch.Size(shape).numel()).view(shape)
+    return values.to(model.device, model.dtype)
+
+
+def _without_cache(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return inputs that ask a decoder for no cache, unless they bring one: its parts would be outputs of the file."""
+    has_cache = "past_key_values" in inspect.signature(model.forward).parameters
+    asks = "use_cache" in inputs or "past_key_values" in inputs
+    return {**inputs, "use_cache": False} if has_cache and not asks else dict(inputs)
+
+
+class NamedCall(nn.Module):
+    """A model of Transformers that takes tensors by name and returns a dict of tensors.
+
+    Its options are arguments that are no tensors, the same at every call.
+    """
+
+    def __init__(self, model: PreTrainedModel, options: Mapping[str, Any]):
+        super().__init__()
+        self.model, self._options = model, dict(options)
+
+    def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
+        """Call the model; what it returns besides tensors, such as a cache, is left out."""
+        return dict(_named_tensors(self.model(**inputs, **self._options)))
+
+
+def _named_tensors(outputs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a model's outputs, those within others, such as of the parts of SigLIP, by both names."""
+    for name, value in outputs.items():
+        if isinstance(value, Tensor):
+            yield f"{prefix}{name}", value
+        elif isinstance(value, Mapping):
+            yield from _named_tensors(value, f"{prefix}{name}.")
+        elif isinstance(value, tuple):
+            yield from _named_tensors({str(index): each for index, each in enumerate(value)}, f"{prefix}{name}.")
+
+
+class OrderedCall(nn.Module):
+    """A model of Transformers that takes tensors in the order of `names` and returns a tuple, as C++ calls it."""
+
+    def __init__(self, model: PreTrainedModel, names: Sequence[str], options: Mapping[str, Any]):
+        super().__init__()
+        self._call, self._names = NamedCall(model, options), tuple(names)
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Call the model."""
+        return tuple(self._call(**dict(zip(self._names, inputs, strict=True))).values())

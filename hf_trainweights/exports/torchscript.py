@@ -1,7 +1,5 @@
 """`export_torchscript`: a quantized model as a TorchScript file, which C++ runs by libtorch."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import warnings
@@ -10,17 +8,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.exports.example_inputs import ExampleInputs, Inputs
-from hf_trainweights.exports.lowering import lowered, lowered_if_quantized
-from hf_trainweights.exports.plain_calls import OrderedCall, in_eval_mode, split_inputs
-from hf_trainweights.exports.scripted_layers import scripted_layer
-from hf_trainweights.exports.sources import model_of
+from hf_trainweights.exports.lowering import LoweredWeight, lowered
+from hf_trainweights.exports.refusals import tracer_errors
+from hf_trainweights.exports.sources import ExampleInputs, Inputs, OrderedCall, in_eval_mode, model_of
 from hf_trainweights.exports.targets.base import Target
-from hf_trainweights.exports.tracer_errors import tracer_errors
 from hf_trainweights.files.staging import staged_files
 
 
@@ -75,7 +70,7 @@ def torchscript_bytes(model: nn.Module, example_inputs: ExampleInputs | None = N
     """Return the TorchScript file of any model, float or quantized: traced where there are inputs, else compiled."""
     is_traced = example_inputs is not None or isinstance(model, PreTrainedModel)
     inputs = Inputs.of(model, example_inputs) if is_traced else None
-    with _without_deprecation(), lowered_if_quantized(model, Target()):
+    with _without_deprecation(), lowered(model, Target()):
         return _serialized(model, _compiled(model, inputs), optimize=False)
 
 
@@ -92,7 +87,7 @@ def _compiled(model: nn.Module, inputs: Inputs | None) -> Any:
 def _traced(model: nn.Module, inputs: Inputs) -> Any:
     next_step = "Pass other example_inputs, or use export_program or export_onnx."
     if isinstance(model, PreTrainedModel):
-        tensors, options = split_inputs(inputs)
+        tensors, options = inputs.split()
         call = OrderedCall(model, list(tensors), options).eval()
         with tracer_errors(model, "TorchScript", next_step):
             return torch.jit.trace(call, tuple(tensors.values()))
@@ -119,7 +114,7 @@ def _optimized(script: Any) -> Any:
 @contextlib.contextmanager
 def _scripted_layers(model: nn.Module) -> Iterator[nn.Module]:
     """Hold layers that TorchScript compiles in the place of lowered ones within the context, where there are any."""
-    layers = {module: layer for module in model.modules() if (layer := scripted_layer(module)) is not None}
+    layers = {module: layer for module in model.modules() if (layer := _scripted_layer(module)) is not None}
     parents = [(parent, dict(parent._modules)) for parent in model.modules()]
     try:
         for parent, children in parents:
@@ -128,6 +123,36 @@ def _scripted_layers(model: nn.Module) -> Iterator[nn.Module]:
     finally:
         for parent, children in parents:
             parent._modules.update(children)
+
+
+class _ScriptedLayer(nn.Module):
+    """A lowered Linear or Embedding of plain tensors, with the sizes that its model may ask it for."""
+
+    def __init__(self, module: nn.Module, example: Tensor, **sizes: int):
+        super().__init__()
+        for name, size in sizes.items():
+            setattr(self, name, size)
+        # What a format needs is recorded, because TorchScript compiles little of Python.
+        self.recorded: Any = torch.jit.trace(module, example, check_trace=False)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Call the layer."""
+        return self.recorded(input)
+
+
+def _scripted_layer(module: Any) -> nn.Module | None:
+    """Return the module that TorchScript compiles in the place of a lowered one; None for one that it leaves alone."""
+    weight = vars(module).get("weight")
+    if isinstance(weight, LoweredWeight):
+        if type(module).forward is nn.Linear.forward:
+            rows, columns = weight.shape
+            x = torch.zeros(1, columns, dtype=weight.dtype)
+            return _ScriptedLayer(module, x, out_features=rows, in_features=columns)
+        if type(module).forward is nn.Embedding.forward and module.max_norm is None:
+            rows, columns = weight.shape
+            x = torch.zeros(1, dtype=torch.int64)
+            return _ScriptedLayer(module, x, num_embeddings=rows, embedding_dim=columns)
+    return None
 
 
 @contextlib.contextmanager

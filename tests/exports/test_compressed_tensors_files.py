@@ -232,10 +232,12 @@ def test_a_directory_of_an_unknown_class_is_refused(tmp_path: Path, model: PreTr
         export_compressed_tensors(tmp_path / "saved", tmp_path / "out")
 
 
-def test_a_float_directory_is_refused(tmp_path: Path) -> None:
-    ARCHITECTURES["llama"].build().save_pretrained(tmp_path / "float")
-    with pytest.raises(ConfigError, match="expected quantized weights, found none"):
-        export_compressed_tensors(tmp_path / "float", tmp_path / "out")
+def test_a_float_model_is_refused(tmp_path: Path) -> None:
+    model = ARCHITECTURES["llama"].build()
+    model.save_pretrained(tmp_path / "float")
+    for source in (model, tmp_path / "float"):
+        with pytest.raises(ConfigError, match="expected quantized weights, found none"):
+            export_compressed_tensors(source, tmp_path / "out")
 
 
 def test_code_of_a_model_that_is_not_in_transformers_comes_along(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES
 
-from hf_trainweights.exports.example_inputs import ExampleInputs, Inputs
+from hf_trainweights.exports.sources import ExampleInputs, Inputs
 
 IDS = torch.arange(6).view(2, 3)
 

@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from hf_trainweights import QuantizedTensor
-from hf_trainweights.errors import ConfigError, UnsupportedError
-from hf_trainweights.exports.example_inputs import Inputs
+from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.exports.lowering import lowered
+from hf_trainweights.exports.sources import Inputs
 from hf_trainweights.exports.targets.base import Target
 from hf_trainweights.formats.int8 import Int8
 
@@ -105,9 +105,10 @@ def test_other_uses_of_a_weight_get_the_dequantized_one() -> None:
         assert torch.equal(F.linear(input=x, weight=weight), F.linear(x, dense))
 
 
-def test_a_float_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match="expected quantized weights, found none"), lowered(nn.Linear(3, 2), Target()):
-        pass
+def test_a_float_model_stays_as_it_is() -> None:
+    linear = nn.Linear(3, 2)
+    with lowered(linear, Target()):
+        assert sorted(linear.state_dict()) == ["bias", "weight"]
 
 
 def test_a_format_without_plain_ops_is_refused_by_the_name_of_its_weight() -> None:

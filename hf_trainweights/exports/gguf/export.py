@@ -7,9 +7,8 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_trainweights.errors import ConfigError
-from hf_trainweights.exports.packages import require
-from hf_trainweights.models.loading.saved_models import load_saved
+from hf_trainweights.exports.refusals import check_file_name, require
+from hf_trainweights.exports.sources import model_of
 
 
 def export_gguf(
@@ -40,13 +39,9 @@ def export_gguf(
         >>> export_gguf("models/llama-int8", "llama-int8.gguf")  # doctest: +SKIP
     """
     target = Path(out)
-    if target.suffix != ".gguf" or target.is_dir():
-        found = "a directory" if target.is_dir() else "another name"
-        file = target / "model.gguf" if target.is_dir() else target.with_suffix(".gguf")
-        raise ConfigError(str(out), "the name of a file, *.gguf", found, f"Name a file, as {file}.")
+    check_file_name(target, ".gguf")
     require("gguf", "gguf")
     from hf_trainweights.exports.gguf import writer
 
     source = None if isinstance(model_or_directory, PreTrainedModel) else model_or_directory
-    model = model_or_directory if isinstance(model_or_directory, PreTrainedModel) else load_saved(model_or_directory)
-    writer.write_model(model, tokenizer, source, target)
+    writer.write_model(model_of(model_or_directory), tokenizer, source, target)

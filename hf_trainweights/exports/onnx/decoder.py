@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_trainweights.errors import UnsupportedError
-from hf_trainweights.exports.example_inputs import Inputs
 from hf_trainweights.exports.lowering import lowered
 from hf_trainweights.exports.onnx.graph import NEXT_STEP, GraphOptions, name_dimensions, trace
 from hf_trainweights.exports.onnx.model import OnnxModel
 from hf_trainweights.exports.onnx.verification import VerificationReport, compare, open_valid
+from hf_trainweights.exports.refusals import tracer_errors
+from hf_trainweights.exports.sources import Inputs
 from hf_trainweights.exports.targets.base import Target
-from hf_trainweights.exports.tracer_errors import tracer_errors
 
 FILE = "model.onnx"
 """The one file of a decoder."""

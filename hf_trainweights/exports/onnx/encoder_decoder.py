@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from hf_trainweights.errors import UnsupportedError
-from hf_trainweights.exports.example_inputs import Inputs
 from hf_trainweights.exports.lowering import lowered
 from hf_trainweights.exports.onnx.graph import GraphOptions, Part, name_dimensions, trace
 from hf_trainweights.exports.onnx.verification import VerificationReport, compare, open_valid
+from hf_trainweights.exports.sources import Inputs
 from hf_trainweights.exports.targets.base import Target
 
 ENCODER, DECODER, DECODER_WITH_PAST = "encoder_model.onnx", "decoder_model.onnx", "decoder_with_past_model.onnx"

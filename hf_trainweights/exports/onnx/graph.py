@@ -15,11 +15,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_trainweights.exports.example_inputs import Inputs
 from hf_trainweights.exports.lowering import lowered
-from hf_trainweights.exports.packages import require
+from hf_trainweights.exports.refusals import require, tracer_errors
+from hf_trainweights.exports.sources import Inputs
 from hf_trainweights.exports.targets.base import Target
-from hf_trainweights.exports.tracer_errors import tracer_errors
 from hf_trainweights.models.host.models import onnx_graph
 
 # A protobuf of 2 GiB cannot be read; the graph itself needs some room.

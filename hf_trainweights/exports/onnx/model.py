@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from hf_trainweights.errors import ConfigError, CorruptFileError
-from hf_trainweights.exports.packages import require
+from hf_trainweights.exports.refusals import require
 
 _PROVIDERS = ("CUDAExecutionProvider", "CPUExecutionProvider")
 

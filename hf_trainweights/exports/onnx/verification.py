@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hf_trainweights.errors import CorruptFileError
-from hf_trainweights.exports.example_inputs import ExampleInputs, Inputs
-from hf_trainweights.exports.lowering import lowered_if_quantized
+from hf_trainweights.exports.lowering import lowered
 from hf_trainweights.exports.onnx.model import OnnxModel
-from hf_trainweights.exports.packages import require
+from hf_trainweights.exports.refusals import require
+from hf_trainweights.exports.sources import ExampleInputs, Inputs
 from hf_trainweights.exports.targets.base import Target
 
 
@@ -109,7 +109,7 @@ def _fed(session: OnnxModel, model: nn.Module, inputs: Inputs) -> dict[str, Tens
 
 
 def _call(model: nn.Module, inputs: Inputs) -> list[Tensor]:
-    with torch.no_grad(), lowered_if_quantized(model, Target()):
+    with torch.no_grad(), lowered(model, Target()):
         result = model(*inputs.args, **inputs.kwargs)
     return [each for each in tree_leaves(result) if isinstance(each, Tensor)]
 

@@ -13,14 +13,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
-from hf_trainweights.exports.example_inputs import ExampleInputs, Inputs
-from hf_trainweights.exports.onnx.decoder import FILE
 from hf_trainweights.exports.onnx.graph import GraphOptions, save_graphs, trace
 from hf_trainweights.exports.onnx.tasks import TASKS, Task, TaskName
 from hf_trainweights.exports.onnx.verification import VerificationReport, verify_onnx_model
-from hf_trainweights.exports.packages import require
-from hf_trainweights.exports.plain_calls import in_eval_mode
-from hf_trainweights.exports.sources import model_of
+from hf_trainweights.exports.refusals import check_file_name, require
+from hf_trainweights.exports.sources import ExampleInputs, Inputs, in_eval_mode, model_of
 from hf_trainweights.exports.targets.onnx import BLOCKS_OPSET, Onnx
 from hf_trainweights.exports.targets.onnxruntime import OnnxRuntime
 from hf_trainweights.files.staging import staged_files
@@ -80,7 +77,7 @@ def export_onnx(
     """
     out, options = Path(out), GraphOptions(opset, dynamic_axes, dynamic_shapes, input_names, output_names)
     _check(task, out, runtime, example_inputs, options)
-    model: Any = model_of(model_or_directory, torch.float32)
+    model = model_of(model_or_directory, torch.float32)
     with in_eval_mode(model):
         chosen = TASKS[task] if task else _one_call(out.name, Inputs.of(model, example_inputs), options)
         graphs = chosen.trace(model, _TARGETS[runtime](), opset)
@@ -125,9 +122,8 @@ def _check(
         raise ConfigError("opset", f"{BLOCKS_OPSET} or later", found, f"Leave it out, or pass {BLOCKS_OPSET}.")
     if task is not None:
         _check_task(task, out, example_inputs, options)
-    elif out.suffix != ".onnx" or out.is_dir():
-        file = out / FILE if out.is_dir() else out.with_suffix(".onnx")
-        raise ConfigError("out", "a file that ends in .onnx", str(out), f"Write to {file}, for example.")
+    else:
+        check_file_name(out, ".onnx")
 
 
 def _check_task(task: str, out: Path, example_inputs: ExampleInputs | None, options: GraphOptions) -> None:

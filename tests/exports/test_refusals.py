@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 
 from hf_trainweights.errors import UnsupportedError
-from hf_trainweights.exports.packages import require
+from hf_trainweights.exports.refusals import require
 
 
 @pytest.mark.parametrize(("name", "extra"), [("onnxruntime", "onnx"), ("gguf", "gguf")])

@@ -7,7 +7,7 @@ from architectures import ARCHITECTURES
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from hf_trainweights.exports.plain_calls import NamedCall, OrderedCall
+from hf_trainweights.exports.sources import NamedCall, OrderedCall
 
 
 def test_tensors_within_other_outputs_are_outputs_too() -> None:

@@ -1,18 +1,37 @@
-"""`tracer_errors`: what PyTorch's tracers and compilers raise, as an error that names the module they stumbled over."""
+"""What an export cannot do, as errors that say what to do: a package is missing, a tracer gives up, a name is none."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
+from typing import Any, Literal
 
 from torch import nn
 
-from hf_trainweights.errors import TrainWeightsError, UnsupportedError
+from hf_trainweights.errors import ConfigError, TrainWeightsError, UnsupportedError
 
 _SHOWN_CHARACTERS = 500
 # What PyTorch's frames call the module that they are at: in a module's own code, and where TorchScript compiles it.
 _LOCALS = ("self", "nn_module")
+
+
+def require(name: str, extra: Literal["onnx", "gguf"]) -> Any:
+    """Import a module that an extra brings; UnsupportedError: it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        next_step = f'pip install "hf_trainweights[{extra}]"'
+        raise UnsupportedError(extra.upper(), f"the package {name}", str(error), next_step) from error
+
+
+def check_file_name(out: Path, suffix: str) -> None:
+    """Check that the name of a file to write has an ending and is no directory's; else ConfigError."""
+    if out.suffix != suffix or out.is_dir():
+        file = out / f"model{suffix}" if out.is_dir() else out.with_suffix(suffix)
+        raise ConfigError("out", f"a file that ends in {suffix}", str(out), f"Write to {file}, for example.")
 
 
 @contextlib.contextmanager
