@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_trainweights.errors import UnsupportedError
-from hf_trainweights.exports.targets.base import PlainWeight, Target, Use
+from hf_trainweights.exports.targets import PlainWeight, Target, Use
 from hf_trainweights.formats.column_scale import COLUMN_SCALE, ColumnScaled
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 

@@ -18,7 +18,7 @@ from hf_trainweights.errors import ConfigError
 from hf_trainweights.exports.lowering import lowered
 from hf_trainweights.exports.refusals import check_file_name, tracer_errors
 from hf_trainweights.exports.sources import ExampleInputs, Inputs, NamedCall, in_eval_mode, model_of
-from hf_trainweights.exports.targets.base import Target
+from hf_trainweights.exports.targets import Target
 from hf_trainweights.files.staging import staged_files
 
 

@@ -15,7 +15,7 @@ from hf_trainweights.errors import ConfigError
 from hf_trainweights.exports.lowering import LoweredWeight, lowered
 from hf_trainweights.exports.refusals import tracer_errors
 from hf_trainweights.exports.sources import ExampleInputs, Inputs, OrderedCall, in_eval_mode, model_of
-from hf_trainweights.exports.targets.base import Target
+from hf_trainweights.exports.targets import Target
 from hf_trainweights.files.staging import staged_files
 
 

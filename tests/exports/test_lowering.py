@@ -17,7 +17,7 @@ from hf_trainweights import QuantizedTensor
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.exports.lowering import lowered
 from hf_trainweights.exports.sources import Inputs
-from hf_trainweights.exports.targets.base import Target
+from hf_trainweights.exports.targets import Target
 from hf_trainweights.formats.int8 import Int8
 
 

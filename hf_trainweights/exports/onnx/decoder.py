@@ -17,12 +17,12 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.exports.lowering import lowered
-from hf_trainweights.exports.onnx.graph import NEXT_STEP, GraphOptions, name_dimensions, trace
+from hf_trainweights.exports.onnx.graph import NEXT_STEP, name_dimensions, trace
 from hf_trainweights.exports.onnx.model import OnnxModel
 from hf_trainweights.exports.onnx.verification import VerificationReport, compare, open_valid
 from hf_trainweights.exports.refusals import tracer_errors
 from hf_trainweights.exports.sources import Inputs
-from hf_trainweights.exports.targets.base import Target
+from hf_trainweights.exports.targets import Target
 
 FILE = "model.onnx"
 """The one file of a decoder."""
@@ -67,7 +67,7 @@ def trace_decoder(model: nn.Module, target: Target, opset: int) -> dict[str, Any
         cache = model(**past, past_key_values=DynamicCache(), use_cache=True).past_key_values
     step = {name: value if name == "attention_mask" else value[:, _PAST_LENGTH:] for name, value in call.items()}
     inputs = Inputs(kwargs={**step, _PAST: cache, "use_cache": True})
-    graph = trace(model, inputs, target, GraphOptions(opset))
+    graph = trace(model, inputs, target, opset)
     _name(graph, model)
     return {FILE: graph}
 

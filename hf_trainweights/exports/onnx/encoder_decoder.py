@@ -16,10 +16,10 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.exports.lowering import lowered
-from hf_trainweights.exports.onnx.graph import GraphOptions, Part, name_dimensions, trace
+from hf_trainweights.exports.onnx.graph import Part, name_dimensions, trace
 from hf_trainweights.exports.onnx.verification import VerificationReport, compare, open_valid
 from hf_trainweights.exports.sources import Inputs
-from hf_trainweights.exports.targets.base import Target
+from hf_trainweights.exports.targets import Target
 
 ENCODER, DECODER, DECODER_WITH_PAST = "encoder_model.onnx", "decoder_model.onnx", "decoder_with_past_model.onnx"
 _PAST, _PRESENT, _HIDDEN, _MASK = "past_key_values", "present", "encoder_hidden_states", "encoder_attention_mask"
@@ -102,7 +102,7 @@ def trace_encoder_decoder(model: nn.Module, target: Target, opset: int, task: st
         (DECODER, _Decoder(model), call),
         (DECODER_WITH_PAST, _Decoder(model), {**call, _PAST: past}),
     ):
-        graph = trace(part, Inputs(kwargs=inputs), target, GraphOptions(opset))
+        graph = trace(part, Inputs(kwargs=inputs), target, opset)
         # A call with a past takes the encoder's states from there.
         graph.graph.inputs[:] = [value for value in graph.graph.inputs if value.name != _HIDDEN or value.uses()]
         width = call[_HIDDEN].shape[-1]

@@ -6,11 +6,11 @@ import contextlib
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from hf_trainweights.exports.lowering import lowered
 from hf_trainweights.exports.refusals import require, tracer_errors
 from hf_trainweights.exports.sources import Inputs
-from hf_trainweights.exports.targets.base import Target
+from hf_trainweights.exports.targets import STORED, Target
 from hf_trainweights.models.host.models import onnx_graph
 
 # A protobuf of 2 GiB cannot be read; the graph itself needs some room.
@@ -26,17 +26,6 @@ _LARGEST_FILE_BYTES = 1_900_000_000
 
 NEXT_STEP = "Pass other example_inputs or dynamic_shapes, or leave these out."
 """What an error of tracing a model tells the reader to do."""
-
-
-@dataclass(frozen=True)
-class GraphOptions:
-    """How a graph is to be; see `export_onnx`."""
-
-    opset: int
-    dynamic_axes: Mapping[str, Any] | None = None
-    dynamic_shapes: Any = None
-    input_names: Sequence[str] | None = None
-    output_names: Sequence[str] | None = None
 
 
 class Part(nn.Module):
@@ -47,13 +36,17 @@ class Part(nn.Module):
         self.model: Any = model
 
 
-def trace(model: nn.Module, inputs: Inputs, target: Target, options: GraphOptions) -> Any:
-    """Return a call of a quantized model, in eval mode, as an `onnx_ir.Model` that holds its codes and scales."""
+def trace(
+    model: nn.Module, inputs: Inputs, target: Target, opset: int, options: Mapping[str, Any] | None = None
+) -> Any:
+    """Return a call of a quantized model, in eval mode, as an `onnx_ir.Model` that holds its codes and scales.
+
+    The options are those of `torch.onnx.export` for names and free dimensions.
+    """
     require("onnxscript", "onnx")
-    finish = require("hf_trainweights.exports.onnx.stored_tensors", "onnx").finish
     with lowered(model, target):
-        graph = _traced(model, inputs, options)
-    finish(graph)
+        graph = _traced(model, inputs, opset, options or {})
+    _finish(graph)
     _forget_origins(graph)
     return graph
 
@@ -90,26 +83,54 @@ def name_dimensions(graph: Any, dimensions: Mapping[str, Mapping[int, str | int]
             value.shape[axis] = int(text) if text.isdigit() else text
 
 
-def _traced(model: nn.Module, inputs: Inputs, options: GraphOptions) -> Any:
-    own = options.dynamic_axes or options.input_names or options.output_names
+def _traced(model: nn.Module, inputs: Inputs, opset: int, options: Mapping[str, Any]) -> Any:
+    own = any(options.get(name) for name in ("dynamic_axes", "input_names", "output_names"))
     whole = model.model if isinstance(model, Part) else model
     with torch.no_grad(), _quiet(), tracer_errors(whole, "torch.onnx", NEXT_STEP):
         if isinstance(model, PreTrainedModel | Part) and not own:
-            return onnx_graph(model, inputs.kwargs, options.opset, options.dynamic_shapes)
+            return onnx_graph(model, inputs.kwargs, opset, options.get("dynamic_shapes"))
         program = torch.onnx.export(
             model,
             inputs.args,
             kwargs=inputs.kwargs,
             dynamo=True,
             verbose=False,
-            opset_version=options.opset,
-            dynamic_axes=options.dynamic_axes,
-            dynamic_shapes=options.dynamic_shapes,
-            input_names=options.input_names,
-            output_names=options.output_names,
+            opset_version=opset,
+            **options,
         )
     assert program is not None
     return program.model
+
+
+def _finish(model: Any) -> None:
+    """Remove the ops that mark stored tensors, and make int32 words that DequantizeLinear reads INT4; in place."""
+    ir = require("onnx_ir", "onnx")
+    domain, _, op_type = STORED.partition("::")
+    for graph in model.graphs():
+        for node in list(graph):
+            stored = node.inputs[0] if (node.domain, node.op_type) == (domain, op_type) else None
+            if stored is not None:
+                ir.convenience.replace_all_uses_with(node.outputs[0], stored)
+                graph.remove(node, safe=True)
+        for value in list(graph.initializers.values()):
+            words = value.const_value
+            reads = any(node.op_type == "DequantizeLinear" and index == 0 for node, index in value.uses())
+            if reads and words is not None and words.dtype == ir.DataType.INT32:
+                shape = ir.Shape([*words.shape.numpy()[:-1], words.shape.numpy()[-1] * 8])
+                value.const_value = _lazy_int4(words, shape, value.name)
+                value.dtype, value.shape = ir.DataType.INT4, shape
+        graph.opset_imports.pop(domain, None)
+
+
+def _lazy_int4(words: Any, shape: Any, name: str | None) -> Any:
+    ir = require("onnx_ir", "onnx")
+
+    # A stored nibble is code + 8; ONNX's is the code's two's complement, which differs in the highest bit.
+    def make() -> Any:
+        octets = words.numpy().view(np.uint8) ^ 0x88
+        return ir.PackedTensor(octets.reshape(-1), ir.DataType.INT4, shape=shape, name=name)
+
+    return ir.LazyTensor(make, dtype=ir.DataType.INT4, shape=shape, name=name)
 
 
 def _forget_origins(graph: Any) -> None:

@@ -16,7 +16,7 @@ from hf_trainweights.exports.lowering import lowered
 from hf_trainweights.exports.onnx.model import OnnxModel
 from hf_trainweights.exports.refusals import require
 from hf_trainweights.exports.sources import ExampleInputs, Inputs
-from hf_trainweights.exports.targets.base import Target
+from hf_trainweights.exports.targets import Target
 
 
 @dataclass(frozen=True)

@@ -5,24 +5,49 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
-from hf_trainweights.exports.onnx.graph import GraphOptions, save_graphs, trace
-from hf_trainweights.exports.onnx.tasks import TASKS, Task, TaskName
+from hf_trainweights.exports.onnx.decoder import trace_decoder, verify_decoder
+from hf_trainweights.exports.onnx.encoder_decoder import trace_encoder_decoder, verify_encoder_decoder
+from hf_trainweights.exports.onnx.graph import save_graphs, trace
 from hf_trainweights.exports.onnx.verification import VerificationReport, verify_onnx_model
 from hf_trainweights.exports.refusals import check_file_name, require
 from hf_trainweights.exports.sources import ExampleInputs, Inputs, in_eval_mode, model_of
-from hf_trainweights.exports.targets.onnx import BLOCKS_OPSET, Onnx
-from hf_trainweights.exports.targets.onnxruntime import OnnxRuntime
+from hf_trainweights.exports.targets import BLOCKS_OPSET, Onnx, OnnxRuntime, Target
 from hf_trainweights.files.staging import staged_files
 from hf_trainweights.files.weight_files import ENTRY_POINTS
 from hf_trainweights.models.saving.new_directories import copy_companions
+
+TaskName = Literal["text-generation", "text2text-generation", "automatic-speech-recognition"]
+
+
+class Task(NamedTuple):
+    """How a model becomes the graphs of a task.
+
+    Args:
+        trace: Returns an `onnx_ir.Model` for each file, by its name; UnsupportedError: the model is for another task.
+        verify: Returns how far the files in a directory are from the model.
+    """
+
+    trace: Callable[[Any, Target, int], dict[str, Any]]
+    verify: Callable[[Path, Any], VerificationReport]
+
+
+# By the names that Transformers' pipelines have for them.
+TASKS = {
+    "text-generation": Task(trace_decoder, verify_decoder),
+    **{
+        name: Task(partial(trace_encoder_decoder, task=name), verify_encoder_decoder)
+        for name in ("text2text-generation", "automatic-speech-recognition")
+    },
+}
 
 _TARGETS = {"portable": Onnx, "onnxruntime": OnnxRuntime}
 
@@ -75,8 +100,14 @@ def export_onnx(
     Examples:
         >>> export_onnx("llama-int4", "llama-onnx", task="text-generation", runtime="onnxruntime")  # doctest: +SKIP
     """
-    out, options = Path(out), GraphOptions(opset, dynamic_axes, dynamic_shapes, input_names, output_names)
-    _check(task, out, runtime, example_inputs, options)
+    out = Path(out)
+    options = {
+        "dynamic_axes": dynamic_axes,
+        "dynamic_shapes": dynamic_shapes,
+        "input_names": input_names,
+        "output_names": output_names,
+    }
+    _check(task, out, runtime, opset, {"example_inputs": example_inputs, **options})
     model = model_of(model_or_directory, torch.float32)
     with in_eval_mode(model):
         chosen = TASKS[task] if task else _one_call(out.name, Inputs.of(model, example_inputs), options)
@@ -89,10 +120,10 @@ def export_onnx(
                 _check_outputs(out, lambda: chosen.verify(staged.path, model))
 
 
-def _one_call(file: str, inputs: Inputs, options: GraphOptions) -> Task:
+def _one_call(file: str, inputs: Inputs, options: Mapping[str, Any]) -> Task:
     """Return how any module becomes the graph of one call of its `forward`."""
     return Task(
-        trace=lambda model, target, _: {file: trace(model, inputs, target, options)},
+        trace=lambda model, target, opset: {file: trace(model, inputs, target, opset, options)},
         verify=lambda directory, model: verify_onnx_model(directory / file, model, inputs.args or inputs.kwargs),
     )
 
@@ -111,32 +142,23 @@ def _write_companions(model: PreTrainedModel, source: nn.Module | str | os.PathL
     model.generation_config.save_pretrained(directory)
 
 
-def _check(
-    task: str | None, out: Path, runtime: str, example_inputs: ExampleInputs | None, options: GraphOptions
-) -> None:
+def _check(task: str | None, out: Path, runtime: str, opset: int, options: Mapping[str, Any]) -> None:
     require("onnx_ir", "onnx")
     if runtime not in _TARGETS:
         raise ConfigError("runtime", f"one of {', '.join(_TARGETS)}", repr(runtime), "Choose one of these.")
-    if options.opset < BLOCKS_OPSET:
-        found = f"{options.opset}, which has no scales for blocks"
+    if opset < BLOCKS_OPSET:
+        found = f"{opset}, which has no scales for blocks"
         raise ConfigError("opset", f"{BLOCKS_OPSET} or later", found, f"Leave it out, or pass {BLOCKS_OPSET}.")
     if task is not None:
-        _check_task(task, out, example_inputs, options)
+        _check_task(task, out, options)
     else:
         check_file_name(out, ".onnx")
 
 
-def _check_task(task: str, out: Path, example_inputs: ExampleInputs | None, options: GraphOptions) -> None:
+def _check_task(task: str, out: Path, options: Mapping[str, Any]) -> None:
     if task not in TASKS:
         raise ConfigError("task", f"None or one of {', '.join(TASKS)}", repr(task), "Choose one of these.")
-    own = {
-        "example_inputs": example_inputs,
-        "dynamic_axes": options.dynamic_axes,
-        "dynamic_shapes": options.dynamic_shapes,
-        "input_names": options.input_names,
-        "output_names": options.output_names,
-    }
-    if given := [name for name, value in own.items() if value is not None]:
+    if given := [name for name, value in options.items() if value is not None]:
         found = f"{', '.join(given)} with task={task!r}"
         raise ConfigError(given[0], "inputs, names and free dimensions of the task's own", found, "Leave these out.")
     if out.suffix == ".onnx" or out.is_file():

@@ -25,7 +25,7 @@ from transformers import AutoConfig, GenerationConfig, MistralConfig, MistralFor
 from hf_trainweights import QuantizedTensor, dequantize_
 from hf_trainweights.errors import ConfigError, SaveError, UnsupportedError
 from hf_trainweights.exports import export_onnx
-from hf_trainweights.exports.onnx import decoder, tasks, writer
+from hf_trainweights.exports.onnx import decoder, writer
 from hf_trainweights.files import disk
 from hf_trainweights.files.disk import TEMPORARY_PREFIX
 from hf_trainweights.models.loading.saved_models import load_saved
@@ -241,8 +241,8 @@ def test_a_file_of_another_decoder_is_not_verified(exported: tuple[Path, Path]) 
 
 
 def replace_trace(monkeypatch: pytest.MonkeyPatch, graph: object) -> None:
-    task = tasks.TASKS["text-generation"]._replace(trace=lambda *_: {"model.onnx": graph})
-    monkeypatch.setitem(tasks.TASKS, "text-generation", task)
+    task = writer.TASKS["text-generation"]._replace(trace=lambda *_: {"model.onnx": graph})
+    monkeypatch.setitem(writer.TASKS, "text-generation", task)
 
 
 def test_an_error_of_the_disk_leaves_the_old_files_or_the_new_ones(

@@ -23,7 +23,7 @@ from transformers import AutoConfig, FalconConfig, FalconForCausalLM, Generation
 from hf_trainweights import QuantizedTensor, dequantize_, quantize_
 from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.exports import export_onnx
-from hf_trainweights.exports.onnx import encoder_decoder, tasks
+from hf_trainweights.exports.onnx import encoder_decoder, writer
 
 # Each export takes seconds.
 pytestmark = pytest.mark.slow
@@ -224,8 +224,8 @@ def test_files_that_compute_something_else_are_not_written(
     exported: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graphs = {file: onnx_ir.load(exported[1] / file) for file in GRAPHS}
-    task = tasks.TASKS["text2text-generation"]._replace(trace=lambda *_: graphs)
-    monkeypatch.setitem(tasks.TASKS, "text2text-generation", task)
+    task = writer.TASKS["text2text-generation"]._replace(trace=lambda *_: graphs)
+    monkeypatch.setitem(writer.TASKS, "text2text-generation", task)
     for file in GRAPHS:
         (tmp_path / file).write_bytes(b"what was there")
     model = copy.deepcopy(exported[0])
