@@ -7,8 +7,8 @@ searched for patterns afterwards.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,22 +26,16 @@ def lowered(model: nn.Module, target: Target) -> Iterator[nn.Module]:
     A weight `<module>.<name>` becomes the buffers `<module>._<name>_qdata`, `_scale` and what else the target needs. A
     float model stays as it is.
     """
+    tensors = _plain_tensors(model, target)
     with contextlib.ExitStack() as stack:
-        for module, places in _places(model, target):
-            stack.enter_context(_lowered_module(module, places, target))
+        for module in model.modules():
+            if weights := _quantized_weights(module):
+                stack.enter_context(_lowered_module(module, weights, tensors, target))
         yield model
 
 
-class _Place(NamedTuple):
-    """A quantized weight in a module, and the plain tensors that stand for it."""
-
-    name: str
-    weight: QuantizedTensor
-    tensors: dict[str, Tensor]
-
-
-def _places(model: nn.Module, target: Target) -> list[tuple[nn.Module, list[_Place]]]:
-    """Return each module that owns quantized weights; the places of a tied weight share their tensors."""
+def _plain_tensors(model: nn.Module, target: Target) -> dict[QuantizedTensor, dict[str, Tensor]]:
+    """Return the tensors that stand for each quantized weight, the same ones wherever a tied weight is."""
     uses: dict[QuantizedTensor, set[Use]] = {}
     names: dict[QuantizedTensor, str] = {}
     for module_name, module in model.named_modules():
@@ -53,8 +47,7 @@ def _places(model: nn.Module, target: Target) -> list[tuple[nn.Module, list[_Pla
         _check(name, weight)
         columns = {name: tensor for name, tensor in weight.tensors.items() if name == COLUMN_SCALE}
         tensors[weight] = target.buffers(weight, uses[weight]) | columns
-    found = ((module, _quantized_weights(module)) for module in model.modules())
-    return [(module, [_Place(name, w, tensors[w]) for name, w in weights]) for module, weights in found if weights]
+    return tensors
 
 
 def _quantized_weights(module: nn.Module) -> list[tuple[str, QuantizedTensor]]:
@@ -81,16 +74,21 @@ def _check(name: str, weight: QuantizedTensor) -> None:
 
 
 @contextlib.contextmanager
-def _lowered_module(module: nn.Module, places: list[_Place], target: Target) -> Iterator[None]:
+def _lowered_module(
+    module: nn.Module,
+    weights: list[tuple[str, QuantizedTensor]],
+    tensors: Mapping[QuantizedTensor, dict[str, Tensor]],
+    target: Target,
+) -> Iterator[None]:
     parameters, buffers, attributes = dict(module._parameters), dict(module._buffers), dict(vars(module))
     try:
-        for name, weight, tensors in places:
+        for name, weight in weights:
             del module._parameters[name]
-            for key, tensor in tensors.items():
+            for key, tensor in tensors[weight].items():
                 module.register_buffer(f"_{name}_{key}", tensor)
-            vars(module)[name] = LoweredWeight(module, name, tuple(tensors), weight, target)
+            vars(module)[name] = LoweredWeight(module, name, tuple(tensors[weight]), weight, target)
         # TorchScript would take them for tensors, as nn.Linear declares its weight.
-        vars(module)["__jit_ignored_attributes__"] = [place.name for place in places]
+        vars(module)["__jit_ignored_attributes__"] = [name for name, _ in weights]
         # By it a module refuses TorchScript as long as its weights are quantized.
         vars(module).pop("__prepare_scriptable__", None)
         yield
