@@ -13,8 +13,7 @@ from torch import Tensor
 
 from hf_trainweights.inspection.listing import total_bytes
 from hf_trainweights.inspection.stored_tensors import StoredTensor
-from hf_trainweights.report.axes import size, size_unit
-from hf_trainweights.report.charts import Bar, Dots, bar_chart, dot_chart, histogram
+from hf_trainweights.report.charts import Bar, Dots, bar_chart, dot_chart, histogram, size, size_unit
 from hf_trainweights.report.drawing import COLORS, Drawing
 from hf_trainweights.report.measurements import Error, code_histogram, measure_error, weight_histogram
 from hf_trainweights.report.page import Section, Table

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
 
+from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.atomic import replace_file, save_errors
 from hf_trainweights.files.staging import clean_up
-from hf_trainweights.inspection.stored_tensors import StoredTensor
+from hf_trainweights.inspection.listing import configured_format, fold_weights
+from hf_trainweights.inspection.stored_tensors import StoredTensor, find_parts, read_part
+from hf_trainweights.models.loading.saved_models import load_saved
 from hf_trainweights.report.models import (
     WORST,
     Measured,
@@ -25,10 +28,10 @@ from hf_trainweights.report.models import (
     stored_bytes,
 )
 from hf_trainweights.report.page import Page, Section, default_caption
-from hf_trainweights.report.run_sections import describe_run, run_picture, run_sections
-from hf_trainweights.report.runs import read_losses, read_run
-from hf_trainweights.report.sources import Source, existing, is_run, read_counterparts, read_weights
+from hf_trainweights.report.runs import describe_run, read_losses, read_run, run_picture, run_sections
 from hf_trainweights.report.texts import measure_with_texts
+
+Source = nn.Module | str | os.PathLike[str]
 
 PLOTS = (".svg", ".html")
 """The endings of the files that `plot_run` writes."""
@@ -81,7 +84,7 @@ def write_report(
     """
     out = Path(out)
     check_name(out)
-    if is_run(source) and texts is None:
+    if _is_run(source) and texts is None:
         title, lines, sections = _of_run(source, against)
     else:
         title, lines, sections = _of_model(source, against, texts)
@@ -125,6 +128,46 @@ def write_alone(out: Path, text: str, outcome: str) -> None:
             file.write(text.encode())
 
 
+def read_weights(source: Source) -> dict[str, StoredTensor]:
+    """Return the weights of a model by name, a tied weight once.
+
+    Those on disk are views of the mapped files, so none is in memory before it is looked at. Only a file that is
+    encoded is decoded as a whole.
+    """
+    if isinstance(source, nn.Module):
+        return {name: StoredTensor.of(name, parameter) for name, parameter in source.named_parameters()}
+    path = _existing(source)
+    stored = dict(read_part(find_parts(path).get("weights", []), "weights"))
+    default = configured_format(path if path.is_dir() else path.parent)
+    return {each.name: each for each in fold_weights(stored, default)}
+
+
+def _read_counterparts(source: Source, names: Iterable[str]) -> dict[str, StoredTensor]:
+    """Return the weights of another model that may be compared with weights of these names, and perhaps others.
+
+    If the source's files have other names, it is loaded as Transformers does, which merges experts and renames what a
+    quantized model was saved with.
+    """
+    weights = read_weights(source)
+    if isinstance(source, nn.Module) or set(names) <= weights.keys() or not (Path(source) / "config.json").is_file():
+        return weights
+    return read_weights(load_saved(source)) | weights
+
+
+def _existing(source: str | os.PathLike[str]) -> Path:
+    """Return the path of a source on disk; ConfigError: there is nothing."""
+    path = Path(source)
+    if not path.exists():
+        next_step = "Give a directory; huggingface_hub.snapshot_download(...) returns that of a model on the Hub."
+        raise ConfigError(str(path), "a model, a checkpoint, a run or a weight file", "nothing", next_step)
+    return path
+
+
+def _is_run(source: Source) -> bool:
+    """Return whether a source is a directory of checkpoints."""
+    return not isinstance(source, nn.Module) and bool(checkpoint_directories(Path(source)))
+
+
 def _of_run(source: Source, against: Source | None) -> tuple[str, list[str], Sequence[Section]]:
     assert not isinstance(source, nn.Module)
     if against is not None:
@@ -139,7 +182,7 @@ def _of_model(
     source: Source, against: Source | None, texts: Sequence[str] | None
 ) -> tuple[str, list[str], Sequence[Section]]:
     if not isinstance(source, nn.Module):
-        existing(source)
+        _existing(source)
     read = None
     if texts is not None:
         if isinstance(source, nn.Module) or against is None or isinstance(against, nn.Module):
@@ -147,7 +190,7 @@ def _of_model(
             raise ConfigError("texts", expected, "a module, or nothing to compare with", next_step)
         read = measure_with_texts(source, against, texts)
     weights = read_weights(source)
-    others = {} if against is None else read_counterparts(against, weights)
+    others = {} if against is None else _read_counterparts(against, weights)
     if not weights:
         raise ConfigError(_name(source), "weights", "none", "Give a model, a run or a weight file.")
     measured = measure_weights(weights, others, read and read.inputs)

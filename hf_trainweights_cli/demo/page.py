@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from hf_trainweights.report.axes import size
-from hf_trainweights.report.charts import Bar, Curve, bar_chart, line_chart
+from hf_trainweights.report.charts import Bar, Curve, bar_chart, line_chart, size
 from hf_trainweights.report.page import Page, Section, Table, default_caption
-from hf_trainweights.report.run_sections import run_sections
+from hf_trainweights.report.runs import run_sections
 from hf_trainweights_cli.demo.checkpoints import Checkpoints
 from hf_trainweights_cli.demo.run import Result
 from hf_trainweights_cli.demo.speed import Speed

@@ -12,8 +12,18 @@ from xml.etree import ElementTree
 
 import pytest
 
-from hf_trainweights.report.axes import axis_of, number, size
-from hf_trainweights.report.charts import Bar, Curve, Dots, bar_chart, dot_chart, histogram, line_chart
+from hf_trainweights.report.charts import (
+    Bar,
+    Curve,
+    Dots,
+    axis_of,
+    bar_chart,
+    dot_chart,
+    histogram,
+    line_chart,
+    number,
+    size,
+)
 from hf_trainweights.report.drawing import FONT_SIZE, Drawing, shortened, stack, style, text_width
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -18,8 +18,7 @@ from hf_trainweights import TrainWeightsConfig, quantize_, write_report
 from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError
 from hf_trainweights.files.disk import claim_file
 from hf_trainweights.report import write
-from hf_trainweights.report.sources import read_weights
-from hf_trainweights.report.write import write_alone
+from hf_trainweights.report.write import read_weights, write_alone
 
 HOSTILE = '"><img src=x onerror=alert(1)><script>alert(2)</script>{{ 7 * 7 }}&amp;\x1b[31m'
 SAFE_TAGS = {
