@@ -14,7 +14,7 @@ from hf_trainweights.files.digests import CONFIG_NAME, read_quantization_config
 from hf_trainweights.files.reading import open_pickle, open_zip
 from hf_trainweights.formats.base import Format
 from hf_trainweights.inspection.newer_pickles import has_newer_pickle, list_newer_pickle
-from hf_trainweights.inspection.stored_tensors import ShardedTensors, StoredTensor, find_parts, read_part, read_tensors
+from hf_trainweights.inspection.stored_tensors import StoredTensor, find_parts, read_part
 from hf_trainweights.models.choosing.config import QUANT_METHOD, TrainWeightsConfig
 from hf_trainweights.models.choosing.summary import html_table
 from hf_trainweights.tensor.coded_weights import CODED_FLOAT_SUFFIX, CODED_SUFFIX
@@ -105,11 +105,7 @@ def inspect_weights(path: str | Path) -> Inspection:
 
 
 def _read(file: Path, part: str) -> dict[str, StoredTensor]:
-    tensors = dict(
-        ShardedTensors(file, part, values=False)
-        if file.is_dir()
-        else {stored.name: stored for stored in read_tensors(file, part, values=False)}
-    )
+    tensors = dict(read_part([file], part, values=False))
     telling = (FORMAT_SUFFIX, CODED_SUFFIX, CODED_FLOAT_SUFFIX)
     formats = [key for key in tensors if (parse_stored_name(key) or ("", ""))[1] in telling]
     if any(tensors[key].tensor.is_meta for key in formats):
@@ -138,7 +134,8 @@ def _unsafe_calls(file: Path) -> tuple[str, ...]:
     if file.suffix == ".safetensors":
         return ()
     if has_newer_pickle(file):
-        return list_newer_pickle(file).calls
+        _, calls = list_newer_pickle(file)
+        return calls
     try:
         with open_pickle(file):
             return tuple(sorted(get_unsafe_globals_in_checkpoint(file)))

@@ -9,30 +9,17 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.storage import _storage_type_to_dtype_map
 
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.reading import open_pickle
 
 _LAST_PROTOCOL_OF_TORCH = 2
-
-
-@dataclass(frozen=True)
-class NewerPickle:
-    """What lies in a torch file of a newer pickle protocol.
-
-    Args:
-        tree: What was saved; its tensors are on the meta device.
-        calls: The functions and classes that unpickling it would call, beyond those that make tensors; sorted.
-    """
-
-    tree: Any
-    calls: tuple[str, ...]
 
 
 def has_newer_pickle(file: Path) -> bool:
@@ -45,14 +32,17 @@ def has_newer_pickle(file: Path) -> bool:
     return head[:1] == pickle.PROTO and head[1:] > bytes([_LAST_PROTOCOL_OF_TORCH])
 
 
-def list_newer_pickle(file: Path) -> NewerPickle:
-    """Read the names, shapes and dtypes of the tensors in a file that `has_newer_pickle`."""
+def list_newer_pickle(file: Path) -> tuple[Any, tuple[str, ...]]:
+    """Return what was saved in a file that `has_newer_pickle`, its tensors on the meta device, and what it would call.
+
+    These are the functions and classes that unpickling it would call, beyond those that make tensors; sorted.
+    """
     size_bytes = file.stat().st_size
     with open_pickle(file) as pickled:
         # torch.save does not compress: what is larger than its archive is no pickle of torch.
         unpickler = _Lister(io.BytesIO(pickled.read(size_bytes)))
         tree = unpickler.load()
-    return NewerPickle(tree, tuple(sorted(unpickler.calls)))
+    return tree, tuple(sorted(unpickler.calls))
 
 
 class _Nothing:
@@ -64,17 +54,7 @@ class _Nothing:
     def __call__(self, *arguments: object) -> _Nothing:
         return self
 
-    def append(self, item: object) -> None:
-        pass
-
-    def extend(self, items: object) -> None:
-        pass
-
-    def add(self, item: object) -> None:
-        pass
-
-    def __setitem__(self, key: object, value: object) -> None:
-        pass
+    append = extend = add = __setitem__ = __call__
 
 
 def _leave_out_state(unpickler: Any) -> None:
@@ -112,23 +92,8 @@ def _tensor(storage: torch.dtype, offset: int, size: Sequence[int], stride: Sequ
     return torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device="meta")
 
 
-# Names of PyTorch's storages, whose own attribute for the dtype is deprecated.
-_STORAGES = {
-    "BFloat16Storage": torch.bfloat16,
-    "BoolStorage": torch.bool,
-    "ByteStorage": torch.uint8,
-    "CharStorage": torch.int8,
-    "ComplexDoubleStorage": torch.complex128,
-    "ComplexFloatStorage": torch.complex64,
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "IntStorage": torch.int32,
-    "LongStorage": torch.int64,
-    "ShortStorage": torch.int16,
-}
 _KNOWN = {
-    **{f"torch.{name}": dtype for name, dtype in _STORAGES.items()},
+    **{f"torch.{name}": dtype for name, dtype in _storage_type_to_dtype_map().items()},
     "torch.storage.UntypedStorage": torch.uint8,
     "builtins.set": set,
     "collections.OrderedDict": dict,

@@ -85,13 +85,13 @@ def _find_sharded(path: Path) -> dict[str, list[Path]]:
     return {part: directories[:1] for part, directories in found.items() if directories}
 
 
-class ShardedTensors(Mapping[str, StoredTensor]):
+class _ShardedTensors(Mapping[str, StoredTensor]):
     """One part of a DCP directory, plain or encoded, by the names of its tensors; none stays in memory.
 
     Without `values` the tensors are on the meta device.
     """
 
-    def __init__(self, directory: Path, part: str, *, values: bool = True):
+    def __init__(self, directory: Path, part: str, values: bool):
         self._contents = ShardedContents(directory)
         prefix = "" if part == "weights" else f"{part}: "
         self._names = {f"{prefix}{name}": stored for name, stored in _NAMES[part](self._contents).items()}
@@ -111,11 +111,14 @@ class ShardedTensors(Mapping[str, StoredTensor]):
         return len(self._names)
 
 
-def read_part(files: Sequence[Path], part: str) -> Mapping[str, StoredTensor]:
-    """Return the tensors of one part of a checkpoint by name; those of a DCP directory are read at each access."""
+def read_part(files: Sequence[Path], part: str, *, values: bool = True) -> Mapping[str, StoredTensor]:
+    """Return the tensors of one part of a checkpoint by name, `values` as for `read_tensors`.
+
+    Those of a DCP directory are read at each access, or are on the meta device.
+    """
     if files and files[0].is_dir():
-        return ShardedTensors(files[0], part)
-    return {stored.name: stored for file in files for stored in read_tensors(file, part)}
+        return _ShardedTensors(files[0], part, values)
+    return {stored.name: stored for file in files for stored in read_tensors(file, part, values=values)}
 
 
 def read_tensors(file: Path, part: str, *, values: bool = True) -> Iterator[StoredTensor]:
@@ -139,7 +142,8 @@ def _read(file: Path, values: bool) -> Iterator[tuple[str, Tensor, int | None]]:
             raise CorruptFileError(
                 str(file), "a pickle of protocol 2, as torch.load reads it", "a later one", next_step
             )
-        yield from ((path, each, each.nbytes) for path, each in _leaves_of(file, list_newer_pickle(file).tree))
+        tree, _ = list_newer_pickle(file)
+        yield from ((path, each, each.nbytes) for path, each in _leaves_of(file, tree))
         return
     register_anchor_directory(file.parent)
     if not is_encoded(file):

@@ -70,14 +70,14 @@ def measure_error(weight: Tensor, reference: Tensor, inputs: Tensor | None = Non
 
 def weight_histogram(weight: Tensor) -> Histogram | None:
     """Return how the dequantized values of a weight are spread, in 64 bins; None if empty, or with NaN or Inf."""
-    return _histogram(lambda: _float_blocks(weight, turned=False), _BINS)
+    return _histogram(lambda: _float_blocks(weight, turned=False))
 
 
 def code_histogram(weight: Tensor) -> Histogram | None:
     """Return how the codes of a weight are spread, in at most 64 bins; None where its format does not tell them."""
     if not isinstance(weight, QuantizedTensor):
         return None
-    return _histogram(lambda: _code_blocks(weight), _BINS, whole=True)
+    return _histogram(lambda: _code_blocks(weight), whole=True)
 
 
 def _code_blocks(weight: QuantizedTensor) -> Iterator[Tensor]:
@@ -89,13 +89,14 @@ def _code_blocks(weight: QuantizedTensor) -> Iterator[Tensor]:
         yield unpacked.codes.float()
 
 
-def _histogram(blocks: Callable[[], Iterator[Tensor]], bins: int, *, whole: bool = False) -> Histogram | None:
+def _histogram(blocks: Callable[[], Iterator[Tensor]], *, whole: bool = False) -> Histogram | None:
     ranges = [block.aminmax() for block in blocks() if block.numel()]
     if not ranges:
         return None
     low, high = min(each.min.item() for each in ranges), max(each.max.item() for each in ranges)
     if not (math.isfinite(low) and math.isfinite(high)):
         return None
+    bins = _BINS
     if whole:
         low, high = round(low) - 0.5, round(high) + 0.5
         bins = int(min(bins, high - low))
