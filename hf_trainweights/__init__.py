@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from hf_trainweights.exports.onnx.model import OnnxModel
     from hf_trainweights.exports.onnx.verification import verify_onnx_model
     from hf_trainweights.exports.onnx.writer import export_onnx
-    from hf_trainweights.exports.program import export_program
-    from hf_trainweights.exports.torchscript import export_torchscript
+    from hf_trainweights.exports.pytorch import export_program, export_torchscript
     from hf_trainweights.imports.directory import import_directory
     from hf_trainweights.inspection.difference import compare_checkpoints, compare_models
     from hf_trainweights.inspection.listing import inspect_weights
@@ -84,8 +83,8 @@ __getattr__ = _lazy(
         "export_compressed_tensors": "exports.compressed_tensors",
         "export_gguf": "exports.gguf.export",
         "export_onnx": "exports.onnx.writer",
-        "export_program": "exports.program",
-        "export_torchscript": "exports.torchscript",
+        "export_program": "exports.pytorch",
+        "export_torchscript": "exports.pytorch",
         "import_directory": "imports.directory",
         "inspect_weights": "inspection.listing",
         "latest": "checkpoint.directory",

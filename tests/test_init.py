@@ -91,7 +91,7 @@ def test_what_a_model_does_not_need_is_imported_when_it_is_asked_for(imported: l
     assert len(new) < MOST_MODULES
     rooms = ("exports", "inspection", "report", "checkpoint.trainer", "checkpoint.whole")
     assert [name for name in new if name.startswith(tuple(f"hf_trainweights.{room}" for room in rooms))] == []
-    assert asked_for == ["hf_trainweights.exports.torchscript", "hf_trainweights.checkpoint.planning.policy"]
+    assert asked_for == ["hf_trainweights.exports.pytorch", "hf_trainweights.checkpoint.planning.policy"]
 
 
 @pytest.mark.slow

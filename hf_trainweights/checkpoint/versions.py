@@ -191,7 +191,7 @@ class VersionedModelSaver:
 def _torchscript_copy(model: nn.Module, example_inputs: ExampleInputs | None) -> dict[str, bytes]:
     """Return the TorchScript file of a model by its name; nothing, with a warning, where there can be none."""
     # The exporters import Transformers' modelling code, which most saves do not need.
-    from hf_trainweights.exports.torchscript import torchscript_bytes
+    from hf_trainweights.exports.pytorch import torchscript_bytes
 
     try:
         return {_TORCHSCRIPT_NAME: torchscript_bytes(model, example_inputs)}

@@ -5,8 +5,7 @@ from hf_trainweights.exports.gguf.export import export_gguf
 from hf_trainweights.exports.onnx.model import OnnxModel
 from hf_trainweights.exports.onnx.verification import VerificationReport, verify_onnx_model
 from hf_trainweights.exports.onnx.writer import export_onnx
-from hf_trainweights.exports.program import export_program
-from hf_trainweights.exports.torchscript import export_torchscript
+from hf_trainweights.exports.pytorch import export_program, export_torchscript
 
 __all__ = [
     "OnnxModel",

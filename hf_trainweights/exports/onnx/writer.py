@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -11,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
 from hf_trainweights.exports.onnx.decoder import trace_decoder, verify_decoder
@@ -23,6 +21,7 @@ from hf_trainweights.exports.sources import ExampleInputs, Inputs, in_eval_mode,
 from hf_trainweights.exports.targets import BLOCKS_OPSET, Onnx, OnnxRuntime, Target
 from hf_trainweights.files.staging import staged_files
 from hf_trainweights.files.weight_files import ENTRY_POINTS
+from hf_trainweights.models.saving.companions import write_config
 from hf_trainweights.models.saving.new_directories import copy_companions
 
 TaskName = Literal["text-generation", "text2text-generation", "automatic-speech-recognition"]
@@ -115,7 +114,10 @@ def export_onnx(
         with staged_files(out if task else out.parent, lambda name: name.removesuffix(".data") in graphs) as staged:
             save_graphs(graphs, staged.path, external_data)
             if task:
-                _write_companions(model, model_or_directory, staged.path)
+                # What readers of ONNX files take a tokenizer, sizes and special tokens from.
+                if not isinstance(model_or_directory, nn.Module):
+                    copy_companions(model_or_directory, staged.path)
+                write_config(model, staged.path, None, torch.float32)
             if verify:
                 _check_outputs(out, lambda: chosen.verify(staged.path, model))
 
@@ -126,20 +128,6 @@ def _one_call(file: str, inputs: Inputs, options: Mapping[str, Any]) -> Task:
         trace=lambda model, target, opset: {file: trace(model, inputs, target, opset, options)},
         verify=lambda directory, model: verify_onnx_model(directory / file, model, inputs.args or inputs.kwargs),
     )
-
-
-def _write_companions(model: PreTrainedModel, source: nn.Module | str | os.PathLike[str], directory: Path) -> None:
-    """Write what readers of ONNX files take a tokenizer, sizes and special tokens from."""
-    if not isinstance(source, nn.Module):
-        copy_companions(source, directory)
-    config: Any = copy.deepcopy(model.config)
-    # Transformers would look for weights in this package's files.
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    config.architectures = [type(model).__name__]
-    config.dtype = torch.float32
-    config.save_pretrained(directory)
-    model.generation_config.save_pretrained(directory)
 
 
 def _check(task: str | None, out: Path, runtime: str, opset: int, options: Mapping[str, Any]) -> None:
