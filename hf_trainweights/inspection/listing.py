@@ -7,14 +7,12 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import torch
-from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.digests import CONFIG_NAME, read_quantization_config
-from hf_trainweights.files.reading import open_pickle, open_zip
+from hf_trainweights.files.reading import open_zip
 from hf_trainweights.formats.base import Format
-from hf_trainweights.inspection.newer_pickles import has_newer_pickle, list_newer_pickle
-from hf_trainweights.inspection.stored_tensors import StoredTensor, find_parts, read_part
+from hf_trainweights.inspection.stored_tensors import StoredTensor, find_parts, read_part, unsafe_calls
 from hf_trainweights.models.choosing.config import QUANT_METHOD, TrainWeightsConfig
 from hf_trainweights.models.choosing.summary import html_table
 from hf_trainweights.tensor.coded_weights import CODED_FLOAT_SUFFIX, CODED_SUFFIX
@@ -94,7 +92,7 @@ def inspect_weights(path: str | Path) -> Inspection:
     unsafe: dict[str, tuple[str, ...]] = {}
     for part, files in find_parts(path).items():
         for file in files:
-            calls = () if file.is_dir() else _unsafe_calls(file)
+            calls = () if file.is_dir() else unsafe_calls(file)
             if calls:
                 unsafe[file.name] = calls
                 members += _members(file)
@@ -128,19 +126,6 @@ def configured_format(directory: Path) -> Format | None:
         raise CorruptFileError(
             str(directory / CONFIG_NAME), "a model's configuration", str(error), next_step
         ) from error
-
-
-def _unsafe_calls(file: Path) -> tuple[str, ...]:
-    if file.suffix == ".safetensors":
-        return ()
-    if has_newer_pickle(file):
-        _, calls = list_newer_pickle(file)
-        return calls
-    try:
-        with open_pickle(file):
-            return tuple(sorted(get_unsafe_globals_in_checkpoint(file)))
-    except CorruptFileError:  # it is damaged or another file, and reading it will say so
-        return ()
 
 
 def _members(file: Path) -> list[Entry]:

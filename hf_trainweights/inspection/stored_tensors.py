@@ -1,15 +1,24 @@
-"""Reads the tensors of a checkpoint, or of one of its files: their names, values and sizes on disk."""
+"""Reads the tensors of a checkpoint, or of one of its files: their names, values and sizes on disk.
+
+torch.load does not read a pickle of protocol 3 or later without running it; `torch.save(..., pickle_protocol=4)` writes
+one. Of these names, shapes and dtypes are read. Nothing in them is executed and no state is set: each name in the
+pickle stands for one of the few functions here, which make tensors without values, or for an object that does nothing.
+"""
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import load_file as load_safetensors
 from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint
+from torch.storage import _storage_type_to_dtype_map
 
 from hf_trainweights.checkpoint.dcp.reader import ShardedContents, all_weights, dcp_directories, optimizer_tensors
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, register_anchor_directory
@@ -17,9 +26,8 @@ from hf_trainweights.checkpoint.encoded.tree import path_text
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from hf_trainweights.checkpoint.run.verification import OPTIMIZER_NAME, weights_problem
 from hf_trainweights.errors import ConfigError, CorruptFileError
-from hf_trainweights.files.reading import open_regular_file
+from hf_trainweights.files.reading import open_pickle, open_regular_file
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
-from hf_trainweights.inspection.newer_pickles import has_newer_pickle, list_newer_pickle
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # What a DCP directory has of each part.
@@ -27,6 +35,7 @@ _NAMES = {"weights": all_weights, "optimizer": optimizer_tensors}
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 # How a zip archive, a pickle of torch before 1.6 and one of protocol 0 or 1 begin.
 _TORCH_MAGIC = (b"PK", b"\x80", b"}", b"(")
+_LAST_PROTOCOL_OF_TORCH = 2
 
 
 @dataclass(frozen=True)
@@ -136,13 +145,13 @@ def _read(file: Path, values: bool) -> Iterator[tuple[str, Tensor, int | None]]:
         _require_readable(file)
         yield from ((name, tensor, tensor.nbytes) for name, tensor in load_safetensors(file).items())
         return
-    if has_newer_pickle(file):
+    if _has_newer_pickle(file):
         if values:
             next_step = "Save it again by torch.save, without pickle_protocol."
             raise CorruptFileError(
                 str(file), "a pickle of protocol 2, as torch.load reads it", "a later one", next_step
             )
-        tree, _ = list_newer_pickle(file)
+        tree, _ = _list_newer_pickle(file)
         yield from ((path, each, each.nbytes) for path, each in _leaves_of(file, tree))
         return
     register_anchor_directory(file.parent)
@@ -191,3 +200,100 @@ def _require_readable(path: Path) -> None:
     if problem:
         next_step = "Use another checkpoint, or restore this one from a copy."
         raise CorruptFileError(str(path), "a whole file", problem, next_step)
+
+
+def unsafe_calls(file: Path) -> tuple[str, ...]:
+    """Return the functions that torch does not allow, sorted, which unpickling a file would call."""
+    if file.suffix == ".safetensors":
+        return ()
+    if _has_newer_pickle(file):
+        _, calls = _list_newer_pickle(file)
+        return calls
+    try:
+        with open_pickle(file):
+            return tuple(sorted(get_unsafe_globals_in_checkpoint(file)))
+    except CorruptFileError:  # it is damaged or another file, and reading it will say so
+        return ()
+
+
+def _has_newer_pickle(file: Path) -> bool:
+    """Return whether a file is a zip archive of torch.save in a pickle protocol of 3 or later."""
+    try:
+        with open_pickle(file) as pickled:
+            head = pickled.read(2)
+    except CorruptFileError:  # it is damaged or another file, and reading it will say so
+        return False
+    return head[:1] == pickle.PROTO and head[1:] > bytes([_LAST_PROTOCOL_OF_TORCH])
+
+
+def _list_newer_pickle(file: Path) -> tuple[Any, tuple[str, ...]]:
+    """Return what was saved in a file that `_has_newer_pickle`, its tensors on the meta device, and what it would call.
+
+    These are the functions and classes that unpickling it would call, beyond those that make tensors; sorted.
+    """
+    size_bytes = file.stat().st_size
+    with open_pickle(file) as pickled:
+        # torch.save does not compress: what is larger than its archive is no pickle of torch.
+        unpickler = _Lister(io.BytesIO(pickled.read(size_bytes)))
+        tree = unpickler.load()
+    return tree, tuple(sorted(unpickler.calls))
+
+
+class _Nothing:
+    """Stands for what is not called; takes whatever a pickle does to an object."""
+
+    def __init__(self, *arguments: object):
+        pass
+
+    def __call__(self, *arguments: object) -> _Nothing:
+        return self
+
+    append = extend = add = __setitem__ = __call__
+
+
+def _leave_out_state(unpickler: Any) -> None:
+    """Take a state from the stack: no attribute of anything is set."""
+    unpickler.stack.pop()
+
+
+class _Lister(pickle._Unpickler):
+    # Python's own unpickler, not the one in C: that one reserves as much memory as a single number in the file says.
+    dispatch: ClassVar = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _leave_out_state}
+
+    def __init__(self, file: io.BytesIO):
+        super().__init__(file)
+        self.calls: set[str] = set()
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = _KNOWN.get(f"{module}.{name}") or (_dtype(name) if module == "torch" else None)
+        if known is None:
+            self.calls.add(f"{module}.{name}")
+        return known or _Nothing
+
+    def persistent_load(self, pid: Any) -> torch.dtype:
+        """Return the dtype of a storage."""
+        return pid[1]
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    found = getattr(torch, name, None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def _tensor(storage: torch.dtype, offset: int, size: Sequence[int], stride: Sequence[int], *rest: Any) -> Tensor:
+    """Return what `_rebuild_tensor_v2` describes, without values; a third version names the dtype after two others."""
+    dtype = rest[2] if len(rest) > 2 and isinstance(rest[2], torch.dtype) else storage
+    return torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device="meta")
+
+
+_KNOWN = {
+    **{f"torch.{name}": dtype for name, dtype in _storage_type_to_dtype_map().items()},
+    "torch.storage.UntypedStorage": torch.uint8,
+    "builtins.set": set,
+    "collections.OrderedDict": dict,
+    "torch.Size": tuple,
+    "torch.device": _Nothing,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor,
+    "torch._utils._rebuild_parameter": lambda data, *_: data,
+}
