@@ -19,11 +19,10 @@ from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.digests import CONFIG_NAME
 from hf_trainweights.files.reading import open_regular_file
 from hf_trainweights.formats.base import Format
-from hf_trainweights.imports.conversion import convert
+from hf_trainweights.imports.conversion import Source, convert
 from hf_trainweights.imports.layouts import layout_of
 from hf_trainweights.imports.layouts.base import AGAIN
 from hf_trainweights.imports.skeleton import Skeleton, check_config
-from hf_trainweights.imports.source import Source
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.choosing.summary import Summary
 from hf_trainweights.models.loading.saved_models import download, load_saved, read_config, refuse_file
