@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -170,22 +169,6 @@ class Onnx(Target):
         return F.linear(weight.scale_columns(x), self.dequantize(weight), bias)
 
 
-class _Blocks(NamedTuple):
-    """A weight `[N, K]` in blocks of a row: codes of 4 or 8 bits, from 0 on, and for each block a scale.
-
-    Args:
-        bits: Of a code.
-        codes: Uint8 `[N, blocks, bytes]`.
-        scales: Float32 `[N, blocks]`.
-        zeros: Uint8 `[N, bytes]`, packed as codes are; None for the middle of all codes.
-    """
-
-    bits: int
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor | None
-
-
 class OnnxRuntime(Onnx):
     """MatMulNBits and GatherBlockQuantized where a weight fits them, ONNX's own ops elsewhere."""
 
@@ -213,12 +196,13 @@ class OnnxRuntime(Onnx):
         if blocks is None:
             return super().linear(weight, x, bias)
         N, K = weight.shape
+        bits, codes, scales, zeros = blocks
         # Its input 4, the order of groups, is left out, and input 3 where zeros are as it expects them.
-        optional = (blocks.zeros, None, bias) if bias is not None else (blocks.zeros,) * (blocks.zeros is not None)
+        optional = (zeros, None, bias) if bias is not None else (zeros,) * (zeros is not None)
         return torch.onnx.ops.symbolic(
             "com.microsoft::MatMulNBits",
-            (weight.scale_columns(x), blocks.codes, blocks.scales, *optional),
-            attrs={"K": K, "N": N, "bits": blocks.bits, "block_size": K // blocks.scales.shape[-1]},
+            (weight.scale_columns(x), codes, scales, *optional),
+            attrs={"K": K, "N": N, "bits": bits, "block_size": K // scales.shape[-1]},
             dtype=weight.dtype,
             shape=(*x.shape[:-1], N),
             version=1,
@@ -243,10 +227,14 @@ class OnnxRuntime(Onnx):
             version=1,
         )
 
-    def _blocks(self, weight: PlainWeight) -> _Blocks | None:
-        """Return a weight in blocks: those of the file, or what its tensors are unpacked to; None if it has none."""
+    def _blocks(self, weight: PlainWeight) -> tuple[int, Tensor, Tensor, Tensor | None] | None:
+        """Return a weight `[N, K]` in blocks of a row, those of the file or what is unpacked; None if it has none.
+
+        These are the bits of a code, codes from 0 on as uint8 `[N, blocks, bytes]`, float32 scales `[N, blocks]`, and
+        zeros as uint8 `[N, bytes]`, packed as codes are, or None for the middle of all codes.
+        """
         if "blocks" in weight.buffers:
-            return _Blocks(_bits(weight), weight.buffers["unsigned"], weight.buffers["blocks"], None)
+            return _bits(weight), weight.buffers["unsigned"], weight.buffers["blocks"], None
         if "codes" in weight.buffers:
             return None
         unpacked = self.unpack(weight)
@@ -263,7 +251,7 @@ class OnnxRuntime(Onnx):
             numbers = numbers + (1 << bits - 1)
         else:
             zeros = _packed(_repeated(zeros.to(torch.float32), repeats), bits)
-        return _Blocks(bits, _packed(numbers.unflatten(-1, [-1, block_size]), bits), _repeated(scales, repeats), zeros)
+        return bits, _packed(numbers.unflatten(-1, [-1, block_size]), bits), _repeated(scales, repeats), zeros
 
 
 def _code_bits(weight: QuantizedTensor) -> int | None:

@@ -23,7 +23,6 @@ class Bar:
         parts: A value for each entry of the legend, drawn one after the other; at least 0.
         shown: The number at the row's end.
         spread: The smallest and the largest measurement, drawn as a line.
-        hint: Shown where the pointer rests; the label if empty.
         framed: A value drawn as an empty frame after the parts, for what is not counted with them; at least 0.
     """
 
@@ -31,7 +30,6 @@ class Bar:
     parts: tuple[float, ...]
     shown: str
     spread: tuple[float, float] | None = None
-    hint: str = ""
     framed: float = 0.0
 
 
@@ -80,12 +78,12 @@ def bar_chart(
         for color, part in enumerate(row.parts):
             if part > 0:
                 name = f", {legend[color]}" if legend else ""
-                hint = f"{row.hint or row.label}{name}: {number(part)} of {row.shown}"
+                hint = f"{row.label}{name}: {number(part)} of {row.shown}"
                 part_width = axis.place(part) - axis.place(0)
                 drawing.rectangle(x, y + (_ROW - _BAR) / 2, part_width, _BAR, color, hint)
                 x += part_width
         if row.framed:
-            hint = f"{row.hint or row.label}, {frame}: {number(row.framed)}"
+            hint = f"{row.label}, {frame}: {number(row.framed)}"
             drawing.rectangle(x, y + (_ROW - _BAR) / 2, axis.place(row.framed) - axis.place(0), _BAR, None, hint)
         if row.spread:
             low, high = map(axis.place, row.spread)
@@ -97,9 +95,9 @@ def bar_chart(
     return drawing
 
 
-def dot_chart(title: str, rows: Sequence[Dots], unit: str, *, width: float = WIDTH) -> Drawing:
+def dot_chart(title: str, rows: Sequence[Dots], unit: str) -> Drawing:
     """Return rows of dots, for several values of a kind in each row."""
-    drawing, top, left, right = _rows(title, rows, (), width)
+    drawing, top, left, right = _rows(title, rows, (), WIDTH)
     axis = axis_of([value for row in rows for value, _ in row.points], left + 6, right)
     _vertical_grid(drawing, axis, top, len(rows), unit)
     for index, row in enumerate(rows):
@@ -149,14 +147,13 @@ def line_chart(
     return drawing
 
 
-def histogram(
-    title: str, counts: Sequence[int], low: float, high: float, unit: str, *, width: float = 220, log: bool = False
-) -> Drawing:
+def histogram(title: str, counts: Sequence[int], low: float, high: float, unit: str, *, log: bool = False) -> Drawing:
     """Return a histogram without a scale of counts: its shape is what it shows.
 
     With `log` a bin is as high as the logarithm of its count, so that rare values are seen.
     """
-    height, left, right = 70, _MARGIN, width - _MARGIN
+    width, height = 220, 70
+    left, right = _MARGIN, width - _MARGIN
     drawing = Drawing(width, height + 42, f"{title}: {sum(counts)} values from {number(low)} to {number(high)}")
     step = (right - left) / max(1, len(counts))
     heights = [math.log1p(count) if log else count for count in counts]

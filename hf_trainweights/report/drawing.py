@@ -32,9 +32,9 @@ def shortened(text: object, characters: int) -> str:
     return shown if len(shown) <= characters else f"{shown[:head]}…{shown[len(shown) - (characters - 1 - head) :]}"
 
 
-def text_width(text: str, size: float = FONT_SIZE) -> float:
+def text_width(text: str) -> float:
     """Return the width in pixels that a text takes at most, as a rule: SVG cannot measure fonts."""
-    return _CHARACTER * size * len(text)
+    return _CHARACTER * FONT_SIZE * len(text)
 
 
 @cache

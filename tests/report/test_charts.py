@@ -58,7 +58,7 @@ def boxes(element: ElementTree.Element, x: float = 0, y: float = 0) -> list[Box]
         elif child.tag.endswith("}text"):
             text = child.text or ""
             large = "head" in child.attrib["class"]
-            width = text_width(text, FONT_SIZE) * (1.25 if large else 1)
+            width = text_width(text) * (1.25 if large else 1)
             left = x + float(child.attrib["x"])
             left -= width * {"start": 0, "middle": 0.5, "end": 1}[child.attrib["text-anchor"]]
             base = y + float(child.attrib["y"])

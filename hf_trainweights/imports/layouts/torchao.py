@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,15 +35,6 @@ _INTX = "IntxUnpackedToInt8Tensor"
 _HELD = {"Int8Tensor": torch.int8, _INTX: torch.int8, "Float8Tensor": torch.float8_e4m3fn}
 
 
-class _Description(NamedTuple):
-    """What the metadata says of a weight."""
-
-    kind: str
-    block: tuple[int, int]
-    bits: int
-    has_zeros: bool
-
-
 class TorchAO(Layout):
     """`Int8Tensor`, `IntxUnpackedToInt8Tensor` and `Float8Tensor`."""
 
@@ -55,27 +45,27 @@ class TorchAO(Layout):
     def weight(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
         """Return the weight of a module."""
         name = f"{module}.weight"
-        described = self._description(name)
+        kind, block, bits, has_zeros = self._described(name)
         if "_weight_act_pre_scale" in tensors:
             raise no_place(name, "weights alone", "a scale for activations (act_pre_scale)")
-        if described.kind not in _HELD:
-            raise no_place(name, f"{', '.join(_HELD)} of torchao", f"a {described.kind}")
-        dtype = _HELD[described.kind]
+        if kind not in _HELD:
+            raise no_place(name, f"{', '.join(_HELD)} of torchao", f"a {kind}")
+        dtype = _HELD[kind]
         is_float = dtype is torch.float8_e4m3fn
         N, K = matrix(module, tensors, "_weight_qdata", dtype)
         if not is_float:
-            check_groups(name, K, described.block[1])
-        shape = block_shape(N, K, described.block)
+            check_groups(name, K, block[1])
+        shape = block_shape(N, K, block)
         shapes = TENSOR_SHAPES if shape == (1, 1) else channel_shapes(N) if shape == (N, 1) else (shape,)
         check_tensor(module, tensors, "_weight_scale", FLOAT8_SCALES if is_float else FLOAT_DTYPES, *shapes)
         codes, scale, zero = tensors["_weight_qdata"], tensors["_weight_scale"], tensors.get("_weight_zero_point")
-        check_tensor(module, tensors, "_weight_zero_point", INTEGERS, tuple(scale.shape), required=described.has_zeros)
+        check_tensor(module, tensors, "_weight_zero_point", INTEGERS, tuple(scale.shape), required=has_zeros)
         if is_float:
-            return float8_weight(name, codes, scale, described.block[0])
-        return asymmetric_weight(name, codes, scale, zero, described.bits)
+            return float8_weight(name, codes, scale, block[0])
+        return asymmetric_weight(name, codes, scale, zero, bits)
 
-    def _description(self, name: str) -> _Description:
-        """Return what the metadata says of a weight."""
+    def _described(self, name: str) -> tuple[str, tuple[int, int], int, bool]:
+        """Return a weight's kind, rows and columns that share a scale, bits, and whether it has zero points."""
         try:
             described = json.loads(self.metadata[name])
             kind, attributes = described["_type"], described.get("_data", {})
@@ -83,7 +73,7 @@ class TorchAO(Layout):
             target, stored = attributes.get("target_dtype", {}), described.get("_tensor_data_names", [])
             if min(rows, columns) > 0 and isinstance(kind, str) and isinstance(rows + columns, int):
                 bits = 4 if target.get("_data") in _INT4 else 8
-                return _Description(kind, (rows, columns), bits, kind == _INTX or "zero_point" in stored)
+                return kind, (rows, columns), bits, kind == _INTX or "zero_point" in stored
             fault = "other values"
         except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
             fault = repr(error)[:200]
