@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from hf_trainweights.checkpoint.trainer.callback import TrainWeightsCheckpointCallback
     from hf_trainweights.exports.compressed_tensors import export_compressed_tensors
     from hf_trainweights.exports.gguf.export import export_gguf
-    from hf_trainweights.exports.onnx.model import OnnxModel
-    from hf_trainweights.exports.onnx.verification import verify_onnx_model
+    from hf_trainweights.exports.onnx.model import OnnxModel, verify_onnx_model
     from hf_trainweights.exports.onnx.writer import export_onnx
     from hf_trainweights.exports.pytorch import export_program, export_torchscript
     from hf_trainweights.imports.directory import import_directory
@@ -92,7 +91,7 @@ __getattr__ = _lazy(
         "quantize_directory": "models.directory",
         "save_file": "models.saving.single_file",
         "summary": "models.choosing.summary",
-        "verify_onnx_model": "exports.onnx.verification",
+        "verify_onnx_model": "exports.onnx.model",
         "write_report": "report.write",
     },
 )

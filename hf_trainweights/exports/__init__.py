@@ -2,8 +2,7 @@
 
 from hf_trainweights.exports.compressed_tensors import export_compressed_tensors
 from hf_trainweights.exports.gguf.export import export_gguf
-from hf_trainweights.exports.onnx.model import OnnxModel
-from hf_trainweights.exports.onnx.verification import VerificationReport, verify_onnx_model
+from hf_trainweights.exports.onnx.model import OnnxModel, VerificationReport, verify_onnx_model
 from hf_trainweights.exports.onnx.writer import export_onnx
 from hf_trainweights.exports.pytorch import export_program, export_torchscript
 

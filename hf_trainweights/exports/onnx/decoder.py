@@ -18,8 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.exports.lowering import lowered
 from hf_trainweights.exports.onnx.graph import NEXT_STEP, name_dimensions, trace
-from hf_trainweights.exports.onnx.model import OnnxModel
-from hf_trainweights.exports.onnx.verification import VerificationReport, compare, open_valid
+from hf_trainweights.exports.onnx.model import OnnxModel, VerificationReport, compare, open_valid
 from hf_trainweights.exports.refusals import tracer_errors
 from hf_trainweights.exports.sources import Inputs
 from hf_trainweights.exports.targets import Target

@@ -17,7 +17,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.exports.lowering import lowered
 from hf_trainweights.exports.onnx.graph import Part, name_dimensions, trace
-from hf_trainweights.exports.onnx.verification import VerificationReport, compare, open_valid
+from hf_trainweights.exports.onnx.model import VerificationReport, compare, open_valid
 from hf_trainweights.exports.sources import Inputs
 from hf_trainweights.exports.targets import Target
 

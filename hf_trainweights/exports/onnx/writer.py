@@ -15,7 +15,7 @@ from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedErr
 from hf_trainweights.exports.onnx.decoder import trace_decoder, verify_decoder
 from hf_trainweights.exports.onnx.encoder_decoder import trace_encoder_decoder, verify_encoder_decoder
 from hf_trainweights.exports.onnx.graph import save_graphs, trace
-from hf_trainweights.exports.onnx.verification import VerificationReport, verify_onnx_model
+from hf_trainweights.exports.onnx.model import VerificationReport, verify_onnx_model
 from hf_trainweights.exports.refusals import check_file_name, require
 from hf_trainweights.exports.sources import ExampleInputs, Inputs, in_eval_mode, model_of
 from hf_trainweights.exports.targets import BLOCKS_OPSET, Onnx, OnnxRuntime, Target

@@ -13,7 +13,7 @@ from onnx import helper
 
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.exports import VerificationReport, export_onnx, verify_onnx_model
-from hf_trainweights.exports.onnx.verification import compare
+from hf_trainweights.exports.onnx.model import compare
 
 pytestmark = pytest.mark.slow  # its fixture exports, which takes seconds
 
