@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
+from hf_trainweights.files.digests import CONFIG_NAME
 from hf_trainweights.files.reading import is_torch_zip
 from hf_trainweights.files.safetensors_file import TensorToWrite, write_safetensors
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 from hf_trainweights.formats.base import Format
-from hf_trainweights.imports.layouts.base import AGAIN, FROM_FLOAT, Layout
-from hf_trainweights.imports.skeleton import Skeleton
+from hf_trainweights.imports.layouts.base import AGAIN, CONFIG_AGAIN, FROM_FLOAT, Layout
+from hf_trainweights.models.choosing.layers import is_experts, is_transposed
+from hf_trainweights.models.host.models import base_prefix
 from hf_trainweights.models.loading.stored_weights import check_weight_files
+from hf_trainweights.models.saving.checkpoint_rows import matrices_in_checkpoint
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import flatten_weight
 
 # Bytes that wait, in files without names, until they are written together: a loader opens each shard.
 _SHARD_BYTES = 1 << 29
 _MODEL_FILES = ENTRY_POINTS[:4]
+# Codes have 2 bits or more, and a tied weight that files hold once is counted twice.
+_WEIGHTS_PER_BYTE = 8
 
 
 class Source:
@@ -93,6 +100,67 @@ def _weight_files(directory: Path) -> list[Path]:
     files = [directory / name for name in shard_names(entry)] if entry.suffix == ".json" else [entry]
     check_weight_files(files, directory)
     return files
+
+
+class Skeleton:
+    """A model without weights, whose files have so many bytes.
+
+    UnsupportedError: its class cannot be built of its configuration; CorruptFileError: the files are too small for it.
+    """
+
+    def __init__(self, cls: type[PreTrainedModel], config: PretrainedConfig, size_bytes: int):
+        config = copy.deepcopy(config)
+        vars(config).pop("quantization_config", None)
+        try:
+            with torch.device("meta"):
+                self._model = cls(config)
+        except Exception as error:
+            # What is wrong in a configuration, Transformers tells by whatever error that leads to.
+            expected, found = f"what {cls.__name__} can be built of", f"{type(error).__name__}: {error}"[:200]
+            raise UnsupportedError(CONFIG_NAME, expected, found, CONFIG_AGAIN) from error
+        count = self._model.num_parameters()
+        if count > _WEIGHTS_PER_BYTE * size_bytes:
+            name, largest = max(self._model.named_parameters(), key=lambda named: named[1].numel())
+            expected = f"a model whose weights {size_bytes} bytes can hold"
+            found = f"{count} weights, most of them in {name} of shape {tuple(largest.shape)}"
+            raise CorruptFileError(CONFIG_NAME, expected, found, CONFIG_AGAIN)
+
+    def names_in_checkpoint(self, names: Iterable[str]) -> dict[str, str]:
+        """Return under which name a checkpoint holds each of some matrices, where that is another one."""
+        parameters = dict(self._model.named_parameters())
+        shapes = {name: tuple(parameters[name].shape) for name in names if name in parameters}
+        shapes = {name: shape for name, shape in shapes.items() if len(shape) == 2}
+        found = matrices_in_checkpoint(self._model, shapes) if shapes else {}
+        alone = {name: next(iter(each)) for name, each in found.items() if each is not None and len(each) == 1}
+        return {name: saved for name, saved in alone.items() if saved != name}
+
+    def transposed_modules(self) -> set[str]:
+        """Return the modules that keep their weight transposed, with and without the prefix of the base model."""
+        names = {
+            name
+            for name, module in self._model.named_modules()
+            for parameter in module.parameters(recurse=False)
+            if parameter.dim() == 2 and is_transposed(module, parameter)
+        }
+        return names | {name.removeprefix(base_prefix(self._model)) for name in names}
+
+    def merged_experts(self) -> dict[str, tuple[tuple[int, ...], dict[str, slice]]]:
+        """Return the weights that a checkpoint holds expert by expert.
+
+        By full name, these are the shape `[E, N, K]` and the modules of the matrices, each with its rows among those of
+        all experts.
+        """
+        shapes: dict[str, tuple[int, ...]] = {}
+        for module_name, module in self._model.named_modules():
+            for leaf, parameter in module.named_parameters(recurse=False):
+                if is_experts(module, parameter) and not is_transposed(module, parameter):
+                    shapes[f"{module_name}.{leaf}"] = tuple(parameter.shape)
+        matrices = matrices_in_checkpoint(self._model, shapes) if shapes else {}
+        return {
+            name: (shapes[name], {saved.removesuffix(".weight"): rows for saved, rows in each.items()})
+            for name, each in matrices.items()
+            if each is not None
+        }
 
 
 def convert(source: Source, layout: Layout, skeleton: Skeleton, target: Path) -> Counter[Format]:

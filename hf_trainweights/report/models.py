@@ -20,7 +20,7 @@ from hf_trainweights.report.page import Section, Table
 from hf_trainweights.report.texts import TextMeasures
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
-WORST = 10
+_WORST = 10
 _NO_ROWS = torch.empty(0, 0)
 # A chart of more rows says less, and takes a browser long.
 _MOST_ROWS = 120
@@ -57,7 +57,7 @@ def model_sections(
     measured: Sequence[Measured], against: Mapping[str, StoredTensor], texts: TextMeasures | None = None
 ) -> list[Section]:
     """Return the sections on a model."""
-    formats = formats_of(measured)
+    formats = _formats_of(measured)
     sections = [Section("With texts", [], f"{'; '.join(texts.lines())}. {_WITH_TEXTS}")] if texts else []
     sections += [
         Section("Sizes", [_total_chart(measured, against, formats), _format_table(measured, formats)]),
@@ -70,6 +70,26 @@ def model_sections(
     rows = [_row(each) for each in measured]
     sections.append(Section("All weights", [Table(head, rows, f"{len(rows)} weights")]))
     return sections
+
+
+def describe_model(measured: Sequence[Measured], others: Mapping[str, StoredTensor]) -> list[str]:
+    """Return in a few lines what a model takes, and how far it is from another one."""
+    weights = [each.weight for each in measured]
+    before = f"{_show_size(_stored_bytes(list(others.values())))} -> " if others else ""
+    lines = [
+        f"{len(weights)} weights, {before}{_show_size(_stored_bytes(weights))}, {_show_bits(weights)} bits per weight"
+    ]
+    for name in _formats_of(measured):
+        members = [weight for weight in weights if weight.format == name]
+        lines.append(f"  {name}: {len(members)}, {_show_size(_stored_bytes(members))}")
+    differing = sorted((each.error.snr_db, each.weight.name) for each in measured if each.error and each.differs)
+    if differing:
+        lines += ["largest errors:", *(f"  {snr:.1f} dB  {name}" for snr, name in differing[: _WORST // 2])]
+    if others:
+        equal = sum(each.error is not None and each.error.snr_db == math.inf for each in measured)
+        alone = sum(each.error is None for each in measured)
+        lines.append(f"{equal} equal, {alone} without a counterpart")
+    return lines
 
 
 _WITH_TEXTS = (
@@ -85,24 +105,24 @@ _ERROR = (
 )
 
 
-def formats_of(measured: Sequence[Measured]) -> list[str]:
+def _formats_of(measured: Sequence[Measured]) -> list[str]:
     """Return the formats that occur, in the order in which they first do."""
     return list(dict.fromkeys(each.weight.format for each in measured))
 
 
-def stored_bytes(weights: Sequence[StoredTensor]) -> int | None:
+def _stored_bytes(weights: Sequence[StoredTensor]) -> int | None:
     """Return what weights take, None if that is not known of each."""
     return total_bytes(weight.stored_bytes for weight in weights)
 
 
-def show_size(count: int | None) -> str:
+def _show_size(count: int | None) -> str:
     """Return a size as people read it, `?` for None."""
     return "?" if count is None else size(count)
 
 
-def show_bits(weights: Sequence[StoredTensor]) -> str:
+def _show_bits(weights: Sequence[StoredTensor]) -> str:
     """Return the bits that an element of some weights takes on average, `?` if that is not known."""
-    count, numel = stored_bytes(weights), sum(weight.tensor.numel() for weight in weights)
+    count, numel = _stored_bytes(weights), sum(weight.tensor.numel() for weight in weights)
     return "?" if count is None or not numel else f"{8 * count / numel:.2f}"
 
 
@@ -116,7 +136,7 @@ def _total_chart(measured: Sequence[Measured], against: Mapping[str, StoredTenso
 
 def _layer_chart(measured: Sequence[Measured], formats: Sequence[str]) -> Drawing:
     groups = {name: [each.weight for each in members] for name, members in _layers(measured).items()}
-    bits = {name: f", {show_bits(members)} bits" for name, members in groups.items()}
+    bits = {name: f", {_show_bits(members)} bits" for name, members in groups.items()}
     return _size_chart("Bytes of each layer, by format, and bits per weight", groups, formats, bits)
 
 
@@ -124,7 +144,7 @@ def _size_chart(
     title: str, groups: Mapping[str, Sequence[StoredTensor]], formats: Sequence[str], notes: Mapping[str, str]
 ) -> Drawing:
     """Return a chart of the largest groups of weights, a row each, in their order."""
-    totals = {name: stored_bytes(members) for name, members in groups.items()}
+    totals = {name: _stored_bytes(members) for name, members in groups.items()}
     largest = sorted(groups, key=lambda name: totals[name] or 0, reverse=True)[:_MOST_ROWS]
     unit, unit_name = size_unit(max((totals[name] or 0 for name in largest), default=1))
     legend = _legend(formats)
@@ -133,7 +153,7 @@ def _size_chart(
         parts = [0.0] * len(legend)
         for weight in groups[name]:
             parts[min(formats.index(weight.format), len(legend) - 1)] += (weight.stored_bytes or 0) / unit
-        bars.append(Bar(name, tuple(parts), show_size(totals[name]) + notes.get(name, "")))
+        bars.append(Bar(name, tuple(parts), _show_size(totals[name]) + notes.get(name, "")))
     left_out = len(groups) - len(bars)
     return bar_chart(title + (f" (the {left_out} smallest are left out)" if left_out else ""), bars, unit_name, legend)
 
@@ -149,7 +169,7 @@ def _format_table(measured: Sequence[Measured], formats: Sequence[str]) -> Table
     rows = []
     for name, members in [*groups.items(), ("total", everything)]:
         elements = sum(weight.tensor.numel() for weight in members)
-        rows.append((name, len(members), f"{elements:,}", show_size(stored_bytes(members)), show_bits(members)))
+        rows.append((name, len(members), f"{elements:,}", _show_size(_stored_bytes(members)), _show_bits(members)))
     return Table(("format", "tensors", "weights", "size", "bits per weight"), rows)
 
 
@@ -176,7 +196,7 @@ def _layers(measured: Sequence[Measured]) -> dict[str, list[Measured]]:
 def _worst_section(measured: Sequence[Measured], output_error: str) -> Section:
     differing = sorted((each for each in measured if each.differs), key=lambda each: each.error.snr_db)  # type: ignore
     if differing:
-        chosen, title = differing[:WORST], f"The worst {min(WORST, len(differing))}"
+        chosen, title = differing[:_WORST], f"The worst {min(_WORST, len(differing))}"
     else:
         # Without a counterpart nothing is known to be worse; the largest quantized weights come before float ones.
         order = sorted(
@@ -184,7 +204,7 @@ def _worst_section(measured: Sequence[Measured], output_error: str) -> Section:
             key=lambda each: (isinstance(each.weight.tensor, QuantizedTensor), each.weight.tensor.numel()),
             reverse=True,
         )
-        chosen, title = order[:WORST], f"The largest {min(WORST, len(order))}"
+        chosen, title = order[:_WORST], f"The largest {min(_WORST, len(order))}"
     head = ("weight", "bits", "SNR, dB", "output error", "values", "codes")
     text = (
         "Histograms: of the values, where a bin is as high as the logarithm of its count, and of the codes, which are "
@@ -210,4 +230,4 @@ def _row(each: Measured) -> tuple[str, ...]:
     known = error is not None and error.output_error is not None and error.snr_db != math.inf
     output = f"{error.output_error:.2%}" if known and error is not None else ""
     shape = " x ".join(map(str, weight.tensor.shape)) or "one element"
-    return weight.name, weight.format, shape, show_bits([weight]), show_size(weight.stored_bytes), snr, output
+    return weight.name, weight.format, shape, _show_bits([weight]), _show_size(weight.stored_bytes), snr, output

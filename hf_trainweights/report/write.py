@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,16 +16,7 @@ from hf_trainweights.files.staging import clean_up
 from hf_trainweights.inspection.listing import configured_format, fold_weights
 from hf_trainweights.inspection.stored_tensors import StoredTensor, find_parts, read_part
 from hf_trainweights.models.loading.saved_models import load_saved
-from hf_trainweights.report.models import (
-    WORST,
-    Measured,
-    formats_of,
-    measure_weights,
-    model_sections,
-    show_bits,
-    show_size,
-    stored_bytes,
-)
+from hf_trainweights.report.models import describe_model, measure_weights, model_sections
 from hf_trainweights.report.page import Page, Section, default_caption
 from hf_trainweights.report.runs import describe_run, read_losses, read_run, run_picture, run_sections
 from hf_trainweights.report.texts import measure_with_texts
@@ -195,27 +185,8 @@ def _of_model(
         raise ConfigError(_name(source), "weights", "none", "Give a model, a run or a weight file.")
     measured = measure_weights(weights, others, read and read.inputs)
     title = _name(source) if against is None else f"{_name(source)}, compared with {_name(against)}"
-    lines = [*(read.lines() if read else ()), *_lines(measured, others)]
+    lines = [*(read.lines() if read else ()), *describe_model(measured, others)]
     return title, lines, model_sections(measured, others, read)
-
-
-def _lines(measured: Sequence[Measured], others: Mapping[str, StoredTensor]) -> list[str]:
-    weights = [each.weight for each in measured]
-    before = f"{show_size(stored_bytes(list(others.values())))} -> " if others else ""
-    lines = [
-        f"{len(weights)} weights, {before}{show_size(stored_bytes(weights))}, {show_bits(weights)} bits per weight"
-    ]
-    for name in formats_of(measured):
-        members = [weight for weight in weights if weight.format == name]
-        lines.append(f"  {name}: {len(members)}, {show_size(stored_bytes(members))}")
-    differing = sorted((each.error.snr_db, each.weight.name) for each in measured if each.error and each.differs)
-    if differing:
-        lines += ["largest errors:", *(f"  {snr:.1f} dB  {name}" for snr, name in differing[: WORST // 2])]
-    if others:
-        equal = sum(each.error is not None and each.error.snr_db == math.inf for each in measured)
-        alone = sum(each.error is None for each in measured)
-        lines.append(f"{equal} equal, {alone} without a counterpart")
-    return lines
 
 
 def _name(source: Source) -> str:

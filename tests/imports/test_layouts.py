@@ -11,7 +11,7 @@ from imports.writers import LAYOUTS, METADATA, Tensors, gptq
 from torch import Tensor
 
 from hf_trainweights.errors import CorruptFileError, UnsupportedError
-from hf_trainweights.imports import skeleton
+from hf_trainweights.imports import directory
 from hf_trainweights.imports.layouts import layout_of
 from hf_trainweights.imports.layouts.base import float8_weight
 
@@ -99,9 +99,9 @@ def test_a_block_of_more_rows_than_there_are_is_the_whole_weight() -> None:
 
 
 def test_sizes_of_experts_are_no_numbers_of_experts() -> None:
-    skeleton.check_config({"shared_expert_intermediate_size": 20480, "num_experts": 64}, 1500, 10**6, "config.json")
+    directory.check_config({"shared_expert_intermediate_size": 20480, "num_experts": 64}, 1500, 10**6, "config.json")
     with pytest.raises(CorruptFileError, match=r"config\.json: num_experts: expected .* 1500 tensors .* found 20480"):
-        skeleton.check_config({"num_experts": 20480}, 1500, 10**6, "config.json")
+        directory.check_config({"num_experts": 20480}, 1500, 10**6, "config.json")
 
 
 WORDS, UNEVEN = torch.zeros(4, 25, dtype=torch.int32), {"bits": 4, "group_size": 128}

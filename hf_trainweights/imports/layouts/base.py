@@ -27,6 +27,7 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 WHERE = "quantization_config (in config.json)"
 AGAIN = "The files are damaged or belong to another model; download them again."
+CONFIG_AGAIN = "Download config.json again."
 FROM_FLOAT = "Quantize the float model that it was made from."
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 # Some files keep scales that are powers of two as their exponents alone.
@@ -125,7 +126,7 @@ def integer(config: Mapping[str, Any], key: str, where: str = WHERE) -> int:
     """Return a number of a configuration; ConfigError: it is missing, or no integer."""
     value = config.get(key)
     if type(value) is not int:
-        raise ConfigError(f"{where}: {key}", "an integer", repr(value), "Download config.json again.")
+        raise ConfigError(f"{where}: {key}", "an integer", repr(value), CONFIG_AGAIN)
     return value
 
 
@@ -136,7 +137,7 @@ def block_size(config: Mapping[str, Any], key: str, where: str = WHERE) -> tuple
         return None
     if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
         expected = "two positive integers"
-        raise ConfigError(f"{where}: {key}", expected, repr(block)[:200], "Download config.json again.")
+        raise ConfigError(f"{where}: {key}", expected, repr(block)[:200], CONFIG_AGAIN)
     return block[0], block[1]
 
 

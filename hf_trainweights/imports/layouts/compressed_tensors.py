@@ -16,6 +16,7 @@ from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.imports.layouts.base import (
     AGAIN,
+    CONFIG_AGAIN,
     FLOAT8_SCALES,
     INTEGERS,
     TENSOR_SHAPES,
@@ -77,7 +78,7 @@ class CompressedTensors(Layout):
         super().__init__(config, metadata)
         outer, where = config.get("config_groups"), f"{WHERE}: config_groups"
         if not isinstance(outer, Mapping) or not all(isinstance(group, Mapping) for group in outer.values()):
-            raise ConfigError(where, "a table of tables", repr(outer)[:200], "Download config.json again.")
+            raise ConfigError(where, "a table of tables", repr(outer)[:200], CONFIG_AGAIN)
         groups = [(f"{WHERE}: {name}", group.get("weights")) for name, group in outer.items()]
         self._schemes = [_scheme(where, weights) for where, weights in groups if isinstance(weights, Mapping)]
         sparsity = config.get("sparsity_config") or {}
