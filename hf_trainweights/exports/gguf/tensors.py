@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from operator import itemgetter
 from typing import NamedTuple
 
 import gguf
@@ -24,6 +25,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.exports.gguf.architectures import Architecture, unsupported
 from hf_trainweights.exports.gguf.metadata import key_value_heads, rope_tensors, skipped_positions
+from hf_trainweights.formats.packing import unpack_int4
 from hf_trainweights.models.host.checkpoints import names_not_saved
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
@@ -121,9 +123,9 @@ def _float_names(name: str, architecture: Architecture, config: PretrainedConfig
     if projection == "query_key_value":
         return {name: partial(_by_kind, key_value_heads(config), config.num_attention_heads)}
     if projection == "position_embeddings":
-        return {name: partial(_from, skipped_positions(architecture, config))}
+        return {name: itemgetter(slice(skipped_positions(architecture, config), None))}
     if projection == "shared_expert_gate":
-        return {name: _only_row}
+        return {name: itemgetter(0)}
     heads = {"q_proj": config.num_attention_heads, "k_proj": key_value_heads(config)}
     if architecture.interleaved and projection in heads:
         return {name: partial(_interleave, heads[projection])}
@@ -151,14 +153,6 @@ def _by_kind(groups: int, heads: int, tensor: Tensor) -> Tensor:
     """
     grouped = tensor.unflatten(0, (groups, heads // groups + 2, -1))
     return torch.cat([part.flatten(0, 2) for part in (grouped[:, :-2], grouped[:, -2:-1], grouped[:, -1:])])
-
-
-def _only_row(tensor: Tensor) -> Tensor:
-    return tensor[0]
-
-
-def _from(first: int, tensor: Tensor) -> Tensor:
-    return tensor[first:]
 
 
 def _lay_out(name: str, tensor: Tensor, place: _Place) -> FileTensor:
@@ -221,8 +215,6 @@ def _q8_0(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def _q4_0(words: Tensor, scales: Tensor) -> Tensor:
-    # Eight codes to a word, each + 8 already, the first one in the lowest bits.
-    octets = words.contiguous().view(torch.uint8)
-    nibbles = torch.stack([octets & 15, octets >> 4], dim=-1).flatten(-2)
+    nibbles = (unpack_int4(words) + 8).view(torch.uint8)
     low, high = nibbles.unflatten(-1, (-1, 2, BLOCK_SIZE // 2)).unbind(-2)
     return torch.cat([scales, low | high << 4], dim=-1)

@@ -8,9 +8,8 @@ from typing import Any
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.imports.layouts.base import WHERE, Layout
 from hf_trainweights.imports.layouts.compressed_tensors import CompressedTensors
-from hf_trainweights.imports.layouts.octets import BitsAndBytes, Float8
 from hf_trainweights.imports.layouts.torchao import TorchAO
-from hf_trainweights.imports.layouts.words import Awq, Gptq
+from hf_trainweights.imports.layouts.uniform import Awq, BitsAndBytes, Float8, Gptq
 
 LAYOUTS: dict[str, type[Layout]] = {
     "awq": Awq,

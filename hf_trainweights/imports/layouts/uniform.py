@@ -1,11 +1,12 @@
-"""GPTQ and AWQ: codes of 4 or 8 bits in int32 words, one column for each output feature, and zero points by group.
+"""Layouts that describe all weights of a model alike: GPTQ, AWQ, bitsandbytes' LLM.int8, Transformers' own float8.
 
-| | `qweight` int32 | `scales` float16 | `qzeros` int32 |
+| | codes | scales | beside them |
 |---|---|---|---|
-| GPTQ, as GPTQModel and AutoGPTQ write it | `[K * bits / 32, N]`, packed along K | `[G, N]` | `[G, N * bits / 32]` |
-| AWQ, as AutoAWQ's `gemm` writes it | `[K, N / 8]`, packed along N, as its kernel reads | `[G, N]` | `[G, N / 8]` |
+| GPTQ | `qweight` int32 `[K * bits / 32, N]` | `scales` `[G, N]` | `qzeros` int32 `[G, N * bits / 32]`, `g_idx` `[K]` |
+| AWQ's `gemm` | `qweight` int32 `[K, N / 8]` | `scales` `[G, N]` | `qzeros` int32 `[G, N / 8]` |
+| LLM.int8 | `weight` int8 `[N, K]` | `SCB` float32 `[N]` | `weight_format` uint8, 0 for rows |
+| `fp8`, `fbgemm_fp8` | `weight` float8 e4m3 `[N, K]` | one a row, a tensor or a block | |
 
-GPTQ has `g_idx` `[K]` besides, and its files of version 1 store the zero point less one.
 Sources: https://github.com/ModelCloud/GPTQModel, https://github.com/casper-hansen/AutoAWQ
 """
 
@@ -20,15 +21,22 @@ from torch import Tensor
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.packing import CODES_PER_WORD, unpack_int4
 from hf_trainweights.imports.layouts.base import (
+    FLOAT8_SCALES,
     INTEGERS,
+    TENSOR_SHAPES,
     WHERE,
     Layout,
     asymmetric_weight,
+    block_shape,
+    block_size,
+    channel_shapes,
     check_groups,
     check_groups_in_order,
     check_tensor,
+    float8_weight,
     group_count,
     integer,
+    integer_weight,
     matrix,
     no_place,
     unpack,
@@ -42,7 +50,7 @@ _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class Gptq(Layout):
-    """Weights of 4 or 8 bits, with a zero point for each group."""
+    """Weights of 4 or 8 bits in words along K, with a zero point for each group; version 1 stores it less one."""
 
     leaves = marks = frozenset(("qweight", "qzeros", "scales", "g_idx"))
 
@@ -77,7 +85,7 @@ class Gptq(Layout):
 
 
 class Awq(Layout):
-    """Weights of 4 bits, with a zero point for each group."""
+    """Weights of 4 bits in words along N, in the order of a kernel, with a zero point for each group."""
 
     leaves = marks = frozenset(("qweight", "qzeros", "scales"))
 
@@ -105,3 +113,56 @@ class Awq(Layout):
 def _columns(words: Tensor) -> Tensor:
     """Return AWQ's words `[R, N / 8]` as codes `[R, N]` of -8 to 7."""
     return unpack_int4(words).unflatten(-1, (-1, CODES_PER_WORD))[..., _PLACES].flatten(-2)
+
+
+class BitsAndBytes(Layout):
+    """int8 weights, each code * SCB / 127; `weight_format` is 0 for rows, and is missing in the first files.
+
+    nf4 and fp4 have no evenly spaced codes, so no format of this package holds them.
+    """
+
+    leaves = frozenset(("weight", "SCB", "weight_format"))
+    marks = frozenset(("SCB", "weight_format"))
+
+    def __init__(self, config: Mapping[str, Any], metadata: Mapping[str, str]):
+        super().__init__(config, metadata)
+        if not config.get("load_in_8bit", config.get("_load_in_8bit")):
+            found = f"{config.get('bnb_4bit_quant_type', '4 bits')}, whose codes are not evenly spaced"
+            raise no_place(f"{WHERE}: load_in_4bit", "int8 (load_in_8bit)", found)
+
+    def weight(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
+        """Return the weight of a module; its scale is SCB / 127, rounded to float32."""
+        N, _ = matrix(module, tensors, "weight", torch.int8)
+        check_tensor(module, tensors, "SCB", FLOAT_DTYPES, (N,))
+        check_tensor(module, tensors, "weight_format", INTEGERS, (), (1,), required=False)
+        order = tensors.get("weight_format")
+        if order is not None and bool(order.any()):
+            raise no_place(f"{module}.weight_format", "0, rows", f"{order.tolist()}")
+        return integer_weight(f"{module}.weight", tensors["weight"], tensors["SCB"].float() / 127, bits=8)
+
+
+class Float8(Layout):
+    """float8 e4m3 weights; those in blocks can be held where the scales of a row are equal, as if K is one block."""
+
+    leaves = frozenset(
+        ("weight", "weight_scale", "weight_scale_inv", "activation_scale", "input_scale", "input_scale_ub")
+    )
+    marks = frozenset(("weight_scale", "weight_scale_inv"))
+
+    def __init__(self, config: Mapping[str, Any], metadata: Mapping[str, str]):
+        super().__init__(config, metadata)
+        self._block = block_size(config, "weight_block_size")
+        self._of_rows = config.get("quant_method") == "fbgemm_fp8"
+
+    def weight(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
+        """Return the weight of a module; what is known of its activations is left out."""
+        N, K = matrix(module, tensors, "weight", torch.float8_e4m3fn)
+        # Codes are multiplied by `weight_scale_inv` in spite of its name.
+        older = self._of_rows or ("weight_scale" in tensors and "weight_scale_inv" not in tensors)
+        scale = "weight_scale" if older else "weight_scale_inv"
+        shapes = channel_shapes(N) if self._of_rows else (*TENSOR_SHAPES, *channel_shapes(N))
+        if self._block is not None:
+            shapes = (block_shape(N, K, self._block),)
+        check_tensor(module, tensors, scale, FLOAT8_SCALES, *shapes)
+        rows = self._block[0] if self._block else 1
+        return float8_weight(f"{module}.weight", tensors["weight"], tensors[scale], rows)
