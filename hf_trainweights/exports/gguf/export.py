@@ -7,7 +7,8 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_trainweights.exports.refusals import check_file_name, require
+from hf_trainweights.errors import ConfigError
+from hf_trainweights.exports.refusals import require
 from hf_trainweights.exports.sources import model_of
 
 
@@ -39,7 +40,10 @@ def export_gguf(
         >>> export_gguf("models/llama-int8", "llama-int8.gguf")  # doctest: +SKIP
     """
     target = Path(out)
-    check_file_name(target, ".gguf")
+    if target.suffix != ".gguf" or target.is_dir():
+        found = "a directory" if target.is_dir() else "another name"
+        file = target / "model.gguf" if target.is_dir() else target.with_suffix(".gguf")
+        raise ConfigError(str(out), "the name of a file, *.gguf", found, f"Name a file, as {file}.")
     require("gguf", "gguf")
     from hf_trainweights.exports.gguf import writer
 
