@@ -55,12 +55,12 @@ def _as_int8(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def in_eval_mode(model: nn.Module) -> Iterator[None]:
+def in_eval_mode(model: Any) -> Iterator[Any]:
     """Hold a model in eval mode within the context; afterwards each module is in its own mode again."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        yield
+        yield model
     finally:
         for module in training:
             module.training = True

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
 from hf_trainweights.exports.onnx.decoder import trace_decoder, verify_decoder
@@ -99,25 +100,16 @@ def export_onnx(
     Examples:
         >>> export_onnx("llama-int4", "llama-onnx", task="text-generation", runtime="onnxruntime")  # doctest: +SKIP
     """
-    out = Path(out)
-    options = {
-        "dynamic_axes": dynamic_axes,
-        "dynamic_shapes": dynamic_shapes,
-        "input_names": input_names,
-        "output_names": output_names,
-    }
+    out, names = Path(out), {"input_names": input_names, "output_names": output_names}
+    options = {"dynamic_axes": dynamic_axes, "dynamic_shapes": dynamic_shapes, **names}
     _check(task, out, runtime, opset, {"example_inputs": example_inputs, **options})
-    model = model_of(model_or_directory, torch.float32)
-    with in_eval_mode(model):
+    with in_eval_mode(model_of(model_or_directory, torch.float32)) as model:
         chosen = TASKS[task] if task else _one_call(out.name, Inputs.of(model, example_inputs), options)
         graphs = chosen.trace(model, _TARGETS[runtime](), opset)
         with staged_files(out if task else out.parent, lambda name: name.removesuffix(".data") in graphs) as staged:
             save_graphs(graphs, staged.path, external_data)
             if task:
-                # What readers of ONNX files take a tokenizer, sizes and special tokens from.
-                if not isinstance(model_or_directory, nn.Module):
-                    copy_companions(model_or_directory, staged.path)
-                write_config(model, staged.path, None, torch.float32)
+                _write_companions(model, model_or_directory, staged.path)
             if verify:
                 _check_outputs(out, lambda: chosen.verify(staged.path, model))
 
@@ -128,6 +120,13 @@ def _one_call(file: str, inputs: Inputs, options: Mapping[str, Any]) -> Task:
         trace=lambda model, target, opset: {file: trace(model, inputs, target, opset, options)},
         verify=lambda directory, model: verify_onnx_model(directory / file, model, inputs.args or inputs.kwargs),
     )
+
+
+def _write_companions(model: PreTrainedModel, source: nn.Module | str | os.PathLike[str], directory: Path) -> None:
+    """Write what readers of ONNX files take a tokenizer, sizes and special tokens from."""
+    if not isinstance(source, nn.Module):
+        copy_companions(source, directory)
+    write_config(model, directory, None, torch.float32)
 
 
 def _check(task: str | None, out: Path, runtime: str, opset: int, options: Mapping[str, Any]) -> None:
