@@ -1,4 +1,4 @@
-"""The files of a checkpoint in this package's layout, made of those of another, which are checked, module by module."""
+"""A checkpoint of another quantizer: its tensors, what its model says of them, and their files in this layout."""
 
 from __future__ import annotations
 

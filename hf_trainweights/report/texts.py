@@ -65,7 +65,7 @@ def measure_with_texts(
     tokenizer = load_tokenizer(against, "texts", "Save the tokenizer there.")
     layers = {module: f"{name}.weight" for name, module in reference.named_modules() if _is_linear(module)}
     rows: dict[str, list[Tensor]] = defaultdict(list)
-    sums = _Sums()
+    sums: dict[str, float] = defaultdict(float)
     batches = batches_of_texts(reference, tokenizer, texts)
     for batch in logging.tqdm(batches, desc="Reading texts", unit="batch"):
 
@@ -77,54 +77,46 @@ def measure_with_texts(
 
         with inputs_of(layers, see):
             expected = reference(**batch)
-        sums.add(batch, model(**batch), expected)
+        _add(sums, batch, model(**batch), expected)
     inputs = {name: torch.cat(parts)[:_MOST_ROWS] for name, parts in rows.items()}
-    return sums.measures(_is_causal(reference), inputs)
+    return _means(sums, _is_causal(reference), inputs)
 
 
-class _Sums:
-    """Sums over texts."""
+def _add(sums: dict[str, float], batch: Mapping[str, Tensor], found: Any, expected: Any) -> None:
+    """Add to sums by name what both models return for a batch."""
+    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    sums["tokens"] += int(mask.sum())
+    if getattr(expected, "logits", None) is None:
+        a, b = (_mean_state(each.last_hidden_state, mask) for each in (found, expected))
+        sums["cosine"] += F.cosine_similarity(a, b).sum().item()
+        sums["compared"] += len(mask)
+        return
+    # A classifier has logits for each text, a language model for each token.
+    each_token = expected.logits.shape[: mask.dim()] == mask.shape
+    has_next = each_token and expected.logits.shape[-1] > int(batch["input_ids"].max())
+    # One text at a time: in float32 the logits of a batch may take gigabytes.
+    for ids, kept, *logits in zip(batch["input_ids"], mask, expected.logits, found.logits, strict=True):
+        p, q = (F.log_softmax(each.float(), dim=-1) for each in logits)
+        divergence = (p.exp() * (p - q)).sum(dim=-1)
+        divergence = divergence[kept] if each_token else divergence
+        sums["divergence"] += divergence.double().sum().item()
+        sums["scored"] += divergence.numel()
+        if has_next:
+            follows = kept[1:] & kept[:-1]
+            for name, chances in (("loss before", p), ("loss after", q)):
+                losses = -chances[:-1].gather(-1, ids[1:, None]).squeeze(-1)
+                sums[name] += losses[follows].double().sum().item()
+            sums["following"] += int(follows.sum())
 
-    def __init__(self) -> None:
-        self._tokens = self._texts = self._scored = self._following = 0
-        self._divergence = self._cosine = 0.0
-        self._losses = [0.0, 0.0]
-        self._has_logits = False
 
-    def add(self, batch: Mapping[str, Tensor], found: Any, expected: Any) -> None:
-        """Add a batch and what both models return for it."""
-        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
-        self._tokens += int(mask.sum())
-        self._texts += len(mask)
-        if getattr(expected, "logits", None) is None:
-            a, b = (_mean_state(each.last_hidden_state, mask) for each in (found, expected))
-            self._cosine += F.cosine_similarity(a, b).sum().item()
-            return
-        self._has_logits = True
-        # A classifier has logits for each text, a language model for each token.
-        each_token = expected.logits.shape[: mask.dim()] == mask.shape
-        has_next = each_token and expected.logits.shape[-1] > int(batch["input_ids"].max())
-        # One text at a time: in float32 the logits of a batch may take gigabytes.
-        for ids, kept, *logits in zip(batch["input_ids"], mask, expected.logits, found.logits, strict=True):
-            p, q = (F.log_softmax(each.float(), dim=-1) for each in logits)
-            divergence = (p.exp() * (p - q)).sum(dim=-1)
-            divergence = divergence[kept] if each_token else divergence
-            self._divergence += divergence.double().sum().item()
-            self._scored += divergence.numel()
-            if has_next:
-                follows = kept[1:] & kept[:-1]
-                for place, chances in enumerate((p, q)):
-                    losses = -chances[:-1].gather(-1, ids[1:, None]).squeeze(-1)
-                    self._losses[place] += losses[follows].double().sum().item()
-                self._following += int(follows.sum())
-
-    def measures(self, is_causal: bool, inputs: Mapping[str, Tensor]) -> TextMeasures:
-        """Return the means."""
-        if not self._has_logits:
-            return TextMeasures(self._tokens, cosine=self._cosine / self._texts, inputs=inputs)
-        before, after = (math.exp(loss / max(1, self._following)) for loss in self._losses)
-        divergence = 1000 * self._divergence / self._scored
-        return TextMeasures(self._tokens, divergence, (before, after) if is_causal else None, inputs=inputs)
+def _means(sums: Mapping[str, float], is_causal: bool, inputs: Mapping[str, Tensor]) -> TextMeasures:
+    """Return what was summed up for each token or text."""
+    tokens = int(sums["tokens"])
+    if sums["compared"]:
+        return TextMeasures(tokens, cosine=sums["cosine"] / sums["compared"], inputs=inputs)
+    before, after = (math.exp(sums[name] / max(1, sums["following"])) for name in ("loss before", "loss after"))
+    divergence = 1000 * sums["divergence"] / sums["scored"]
+    return TextMeasures(tokens, divergence, (before, after) if is_causal else None, inputs=inputs)
 
 
 def _mean_state(states: Tensor, mask: Tensor) -> Tensor:
