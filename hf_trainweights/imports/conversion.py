@@ -22,10 +22,10 @@ from hf_trainweights.files.spill import Spill
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 from hf_trainweights.formats.base import Format
 from hf_trainweights.imports.layouts.base import AGAIN, CONFIG_AGAIN, FROM_FLOAT, Layout
-from hf_trainweights.models.choosing.layers import is_experts, is_transposed
+from hf_trainweights.models.choosing.selection import is_experts, is_transposed
 from hf_trainweights.models.host.models import base_prefix
 from hf_trainweights.models.loading.stored_weights import check_weight_files
-from hf_trainweights.models.saving.checkpoint_rows import matrices_in_checkpoint
+from hf_trainweights.models.saving.saved_tensors import matrices_in_checkpoint
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import flatten_weight
 

@@ -22,8 +22,7 @@ from hf_trainweights.exports.sources import ExampleInputs, Inputs, in_eval_mode,
 from hf_trainweights.exports.targets import BLOCKS_OPSET, Onnx, OnnxRuntime, Target
 from hf_trainweights.files.staging import staged_files
 from hf_trainweights.files.weight_files import ENTRY_POINTS
-from hf_trainweights.models.saving.companions import write_config
-from hf_trainweights.models.saving.new_directories import copy_companions
+from hf_trainweights.models.saving.new_directories import copy_companions, write_config
 
 TaskName = Literal["text-generation", "text2text-generation", "automatic-speech-recognition"]
 
