@@ -128,14 +128,13 @@ def quant_method(config: Any) -> object:
 def onnx_graph(model: nn.Module, inputs: Mapping[str, Any], opset: int, dynamic_shapes: Any = None) -> Any:
     """Trace a model to an `onnx_ir.Model` whose dimensions are free wherever the model leaves them free."""
     exporter = private("exporters.exporter_onnx", "OnnxExporter")()
-    config = private("exporters.configs", "OnnxConfig")(
-        dynamic=True, opset_version=opset, dynamic_shapes=dynamic_shapes
-    )
+    make_options = private("exporters.configs", "OnnxConfig")
+    options = make_options(dynamic=True, opset_version=opset, dynamic_shapes=dynamic_shapes)
     # Transformers' exporter sets the argument in the model's configuration alone; T5's decoder has its own.
-    configs = {id(config): config for each in model.modules() if (config := getattr(each, "config", None)) is not None}
-    caching = [config for config in configs.values() if getattr(config, "use_cache", None)]
-    with holding(caching if inputs.get("use_cache") is False else [], "use_cache", False):
-        exported = exporter.export(model, dict(inputs), config)
+    found = (getattr(each, "config", None) for each in model.modules())
+    caching = {id(config): config for config in found if getattr(config, "use_cache", None)}
+    with holding(caching.values() if inputs.get("use_cache") is False else (), "use_cache", False):
+        exported = exporter.export(model, dict(inputs), options)
     # 5.17 returns PyTorch's program, 5.23 its own.
     return exported.program if hasattr(exported, "components") else exported.model
 
