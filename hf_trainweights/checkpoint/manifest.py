@@ -230,13 +230,25 @@ class Manifest:
         return all(anchor_file_name(sha256) in self.files for sha256 in self.base.files.values())
 
     def to_bytes(self) -> bytes:
-        """Return the text of the manifest file; ConfigError: metrics or metadata hold something that JSON cannot."""
+        """Return the text of the manifest file.
+
+        ConfigError: metrics or metadata hold something that JSON cannot, or step or epoch is what no reader takes.
+        """
+        require_progress(self.step, self.epoch)
         for part in ("metrics", "metadata"):
             require_json(getattr(self, part), part)
         fields = {name: value for name, value in vars(self).items() if name not in _OPTIONAL or value}
         if self.base is not None:
             fields["base"] = self.base.to_dict()
         return sign_json({"format": _FORMAT, "format_version": _FORMAT_VERSION, **fields})
+
+
+def require_progress(step: object, epoch: object = None) -> None:
+    """Check how far training has come before it is written, as readers do; ConfigError names the one that is wrong."""
+    for name, value in {"step": step, "epoch": epoch}.items():
+        if not MANIFEST[name].fits(value):
+            next_step = f"Turn it into a number of Python's, or leave {name} out."
+            raise ConfigError(name, MANIFEST[name].expected.replace("null", "None"), repr(value)[:80], next_step)
 
 
 def require_json(value: object, where: str, levels: int = MAX_DEPTH) -> None:

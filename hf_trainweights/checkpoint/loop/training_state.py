@@ -26,7 +26,7 @@ from hf_trainweights.checkpoint.encoded.reader import load_file, register_anchor
 from hf_trainweights.checkpoint.encoded.storage_tasks import Plan
 from hf_trainweights.checkpoint.loop.module_state import load_module_state, module_state
 from hf_trainweights.checkpoint.loop.progress import rng_state, set_rng_state
-from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest, require_progress
 from hf_trainweights.checkpoint.planning.policy import ModeName, Policy
 from hf_trainweights.checkpoint.planning.roles import optimizer_parameter_names
 from hf_trainweights.checkpoint.run.job import BaseChoice
@@ -189,7 +189,8 @@ def save_checkpoint(
         quantize_i8: True stores weights as int8 groups and everything else exactly; your rules go first.
 
     Raises:
-        ConfigError: An option is wrong, `quantize_i8` meets a lossy mode, or the checkpoint has an unknown key.
+        ConfigError: An option is wrong, `quantize_i8` meets a lossy mode, or the checkpoint has an unknown key, or a
+            step or epoch that is no number of Python's.
         UnstorableError: A value cannot be stored; the error names file and key.
         SaveError: `path` holds something, or the disk is full or refuses; nothing is left behind.
 
@@ -223,14 +224,17 @@ def save_training_state(
     """Save what `build_checkpoint` collected in a missing or empty directory, by itself or as one of a run.
 
     `anchor_every` is how many checkpoints of the run in the same directory one anchor serves at most; by default it
-    needs no other. ConfigError: no model, an unknown key, a rule that names nothing, metrics that are no JSON, or a
-    base without weights. UnstorableError names file and key. SaveError: nothing is left behind.
+    needs no other. ConfigError: no model, an unknown key, a step or epoch that is no number, a rule that names nothing,
+    metrics that are no JSON, or a base without weights. UnstorableError names file and key. SaveError: nothing is left
+    behind.
     """
     unknown = sorted(set(checkpoint) - set(_FILES) - set(_SMALL_PARTS))
     if unknown or "model" not in checkpoint:
         expected = f"a model and any of {', '.join([*_FILES, *_SMALL_PARTS])}"
         found = f"the keys {', '.join(map(str, checkpoint))}"
         raise ConfigError("checkpoint", expected, found, "Put what is your own under `extra`.")
+    step, epoch = checkpoint.get("step"), checkpoint.get("epoch")
+    require_progress(step, epoch)
     names = checkpoint.get("names", {})
     optimizer = checkpoint.get("optimizer", {})
     weights = Weights(checkpoint["model"], names.get("buffers", ()), optimizer, names.get("optimizer", {}))
@@ -249,8 +253,8 @@ def save_training_state(
         trees,
         anchor_every=anchor_every,
         base=base,
-        step=checkpoint.get("step"),
-        epoch=checkpoint.get("epoch"),
+        step=step,
+        epoch=epoch,
         metrics=dict(metrics or {}),
         metadata={"policy": policy.to_dict()},
     )

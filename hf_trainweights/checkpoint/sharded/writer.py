@@ -24,6 +24,7 @@ from torch.futures import Future
 
 from hf_trainweights.checkpoint.dcp.metadata import METADATA_NAME
 from hf_trainweights.checkpoint.encoded.storage_tasks import Plan, TensorPlan
+from hf_trainweights.checkpoint.manifest import require_progress
 from hf_trainweights.checkpoint.planning.policy import ModeName, Policy
 from hf_trainweights.checkpoint.planning.roles import StateName, models, optimizer_states
 from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, require_count
@@ -130,7 +131,7 @@ class TrainWeightsWriter(StorageWriter):
         overwrite: Whether a checkpoint at `path` may be replaced.
 
     Raises:
-        ConfigError: The mode or a rule is unknown, or `anchor_every` is no such number.
+        ConfigError: The mode or a rule is unknown, or `anchor_every` or `step` is no such number.
 
     Examples:
         >>> import warnings, torch, torch.distributed.checkpoint as dcp
@@ -166,6 +167,7 @@ class TrainWeightsWriter(StorageWriter):
         self._previous = None if anchor is None else Path(anchor).absolute()
         self._buffers = None if buffers is None else frozenset(buffers)
         self._anchor_every = require_count("anchor_every", anchor_every)
+        require_progress(step)
         self._fields = {"mode": mode, "step": step, "metadata": dict(metadata or {})}
         self._overwrite = overwrite
         self._save_id = str(uuid.uuid4())

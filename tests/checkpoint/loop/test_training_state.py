@@ -176,6 +176,15 @@ def test_a_dict_that_is_no_checkpoint_is_refused(tmp_path, checkpoint):
         save_checkpoint(checkpoint, tmp_path / "a")
 
 
+@pytest.mark.parametrize("part", ["step", "epoch"])
+@pytest.mark.parametrize("value", [torch.tensor(3), "3", True, np.int64(3)], ids=lambda value: type(value).__name__)
+def test_a_count_that_no_reader_would_take_is_refused_before_anything_is_written(tmp_path, part, value):
+    with pytest.raises(ConfigError) as caught:
+        save_checkpoint({"model": {"w": torch.ones(3)}, part: value}, tmp_path / "a")
+    assert caught.value.where == part
+    assert [*tmp_path.iterdir()] == []
+
+
 def test_a_dict_made_by_hand_is_a_checkpoint(tmp_path):
     model, optimizer, *_ = source = everything()
     train(*source, 1)

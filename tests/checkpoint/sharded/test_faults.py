@@ -376,3 +376,9 @@ def test_a_save_without_collectives_or_with_kept_plans_is_refused(tmp_path: Path
     writer.set_up_storage_writer(True, rank=0, use_collectives=True)
     with pytest.raises(UnsupportedError, match="enable_plan_caching"):
         writer.prepare_local_plan(SavePlan([], usable=False))
+
+
+@pytest.mark.parametrize("step", [torch.tensor(3), "3", 3.0, True], ids=lambda step: type(step).__name__)
+def test_a_step_that_no_reader_would_take_is_refused_before_the_save(tmp_path: Path, step: Any) -> None:
+    with pytest.raises(ConfigError, match="step: expected an integer, or None"):
+        TrainWeightsWriter(tmp_path / "checkpoint", step=step)
