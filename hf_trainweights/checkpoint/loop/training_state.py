@@ -206,10 +206,10 @@ def save_checkpoint(
     if quantize_i8 and mode != "lossless":
         next_step = "Leave one of them out, or write rules={'weight': 'int8'} to mix them."
         raise ConfigError("mode", "lossless together with quantize_i8", repr(mode), next_step)
-    chosen = {**(rules or {})}
+    policy = Policy(mode, rules or {})
     if quantize_i8:
-        chosen.setdefault("weight", "int8")
-    save_training_state(checkpoint, Path(path), Policy(mode, chosen))
+        policy = Policy(mode, {**policy.rules, "weight": policy.rules.get("weight", "int8")})
+    save_training_state(checkpoint, Path(path), policy)
 
 
 def save_training_state(

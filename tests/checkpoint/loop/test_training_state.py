@@ -242,6 +242,12 @@ def test_a_rule_that_names_nothing_is_refused_before_anything_is_written(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("rules", ["raw", [("weight", "raw")], 3], ids=lambda rules: type(rules).__name__)
+def test_rules_that_are_no_dict_are_refused(tmp_path, rules):
+    with pytest.raises(ConfigError, match="rules: expected a dict from selector to choice"):
+        save_checkpoint({"model": {"w": torch.ones(3)}}, tmp_path / "a", rules=rules)
+
+
 def test_a_missing_file_is_named(tmp_path):
     model, optimizer, *_ = everything()
     save_checkpoint(build_checkpoint(model, optimizer), tmp_path / "a")
