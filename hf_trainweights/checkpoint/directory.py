@@ -230,7 +230,7 @@ def compress_directory(
         'lossless'
     """
     path = Path(path).absolute()
-    base = None if anchor is None else BaseChoice(Path(anchor).absolute(), keep_base)
+    base = BaseChoice.of(anchor, keep_base)
     wanted: dict[str, Any] = {"keep_weights": keep_weights, "weights_only": weights_only}
     known: dict[str, Any] = {"buffers": buffers, "optimizer_names": optimizer_names or {}, "metrics": metrics}
     saves = require_count("anchor_every", anchor_every)

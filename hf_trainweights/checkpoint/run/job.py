@@ -67,6 +67,16 @@ class BaseChoice:
     path: Path
     keep: bool = False
 
+    @classmethod
+    def of(cls, anchor: str | Path | None, keep: bool) -> BaseChoice | None:
+        """Return what two options choose; ConfigError: there are no weights, or `keep` has nothing to keep."""
+        if anchor is not None:
+            require_weights(Path(anchor))
+            return cls(Path(anchor).absolute(), keep)
+        if keep:
+            raise ConfigError("keep_base", "an anchor to keep", "none", "Pass an anchor as well, or leave it out.")
+        return None
+
 
 class RunBase:
     """The base of a run: found once, before anything is saved; without one, or before it is found, `choice` is None.
@@ -76,13 +86,9 @@ class RunBase:
     """
 
     def __init__(self, anchor: str | Path | None, keep: bool):
-        if keep and anchor is None:
-            raise ConfigError("keep_base", "an anchor to keep", "none", 'Pass anchor="base", or a path.')
         self._keep = keep
         self._is_sought = anchor == _OF_THE_MODEL
-        self.choice: BaseChoice | None = None
-        if anchor is not None and not self._is_sought:
-            self._choose(Path(anchor))
+        self.choice = None if self._is_sought else BaseChoice.of(anchor, keep)
 
     def require_whole_files(self, is_sharded: bool) -> None:
         """Check that the checkpoints can have a base; UnsupportedError: each rank writes its own part of them."""
@@ -104,11 +110,8 @@ class RunBase:
             if not name:
                 found = f"a {type(model).__name__} that was not loaded by from_pretrained"
                 raise ConfigError("anchor", "a model with a base", found, "Pass the path of weights, or leave it out.")
-            self._choose(Path(name) if Path(name).exists() else _snapshot_of(name, commit, module))
-
-    def _choose(self, path: Path) -> None:
-        require_weights(path)
-        self.choice = BaseChoice(path.absolute(), self._keep)
+            path = Path(name) if Path(name).exists() else _snapshot_of(name, commit, module)
+            self.choice = BaseChoice.of(path, self._keep)
 
 
 def _snapshot_of(repository: str, commit: str | None, model: nn.Module) -> Path:

@@ -138,6 +138,18 @@ def test_a_run_does_not_begin_where_its_base_is_gone(snapshot: Path, tmp_path: P
     assert torch.equal(load_file_of(path)["layer.weight"], weights(1)["layer.weight"])
 
 
+def test_an_anchor_without_weights_is_refused_also_where_the_run_has_one_already(tmp_path: Path) -> None:
+    small(tmp_path, 1, None)
+    with pytest.raises(ConfigError, match="anchor: expected a directory with"):
+        small(tmp_path, 2, tmp_path / "nowhere")
+    assert not (tmp_path / "checkpoint-2" / MANIFEST_NAME).exists()
+
+
+def test_without_an_anchor_there_is_nothing_to_keep(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="keep_base: expected an anchor to keep"):
+        small(tmp_path, 1, None, keep_base=True)
+
+
 def load_file_of(path: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file as load_safetensors
 
