@@ -133,9 +133,9 @@ def current_manifest(directory: Path) -> Manifest | None:
     """Return a DCP directory's manifest; None if it has none, or if a process died before `.metadata` followed."""
     if not (directory / MANIFEST_NAME).exists():
         return None
-    manifest = read_manifest(directory)
+    manifest, metadata = read_manifest(directory), directory / METADATA_NAME
     entry = manifest.files.get(METADATA_NAME)
-    is_current = entry is not None and file_sha256(directory / METADATA_NAME) == entry.sha256
+    is_current = entry is not None and metadata.exists() and file_sha256(metadata) == entry.sha256
     return manifest if is_current else None
 
 

@@ -124,6 +124,15 @@ def test_a_dcp_directory_by_itself_becomes_small_and_plain_again(tmp_path: Path)
     )
 
 
+@pytest.mark.parametrize("rewrite", [compress_directory, restore_directory])
+def test_a_first_save_that_was_killed_before_its_last_file_is_called_so(tmp_path: Path, rewrite: Any) -> None:
+    with without_process_group():
+        save(tmp_path, sample_state(), "lossless")
+    (tmp_path / ".metadata").unlink()
+    with pytest.raises(CorruptFileError, match="which is written last, found none"):
+        rewrite(tmp_path)
+
+
 def test_a_dcp_directory_by_itself_remembers_what_was_lost_and_what_was_said_of_it(tmp_path: Path) -> None:
     with without_process_group():
         save(tmp_path / "dcp", one_weight(5), step=5, metadata={"note": "mine"})
