@@ -28,7 +28,7 @@ from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, c
 from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, RunBase, require_count
 from hf_trainweights.checkpoint.run.ranks import Ranks, all_ranks
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.files.atomic import make_directories
+from hf_trainweights.files.atomic import make_directories, save_errors
 
 _SIGTERM_EXIT_STATUS = 128 + signal.SIGTERM
 
@@ -65,6 +65,7 @@ class CheckpointManager:
 
     Raises:
         ConfigError: An option is wrong, or there are no weights at `anchor`.
+        SaveError: `root` cannot be created, when the `with` block begins.
 
     Examples:
         >>> import os, tempfile
@@ -226,7 +227,8 @@ class CheckpointManager:
             self._save_if_new()
 
     def _prepare(self) -> None:
-        make_directories(self._root)
+        with save_errors(self._root, "No checkpoint can be written there."):
+            make_directories(self._root)
         collect_garbage(self._root)
 
     def _restore(self) -> None:

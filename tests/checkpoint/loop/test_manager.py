@@ -387,6 +387,13 @@ def test_wrong_options_are_refused_before_anything_is_written(tmp_path, options,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("root", ["file", "file/run"])
+def test_a_root_that_cannot_be_a_directory_is_refused_as_the_block_begins(tmp_path, root):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(SaveError, match="No checkpoint can be written there"), CheckpointManager(tmp_path / root):
+        pytest.fail("the block began")
+
+
 def test_steps_outside_the_with_block_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="with"):
         CheckpointManager(tmp_path).steps(range(3), nn.Linear(1, 1))
