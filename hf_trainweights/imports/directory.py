@@ -158,7 +158,8 @@ def _write_config(directory: Path, config: dict[str, Any], default: Format) -> N
 def _load(folder: Path, converted: Path) -> PreTrainedModel:
     try:
         return load_saved(converted)
-    except ConfigError as error:
-        # Its files are gone when somebody reads of them.
-        where = error.where.replace(str(converted), str(folder))
-        raise ConfigError(where, error.expected, error.found, error.next_step) from error
+    except (ConfigError, CorruptFileError) as error:
+        # The files that were loaded are gone when somebody reads of them, and no file of the source has their names.
+        file = rf"{re.escape(str(converted))}(/model[^:/]*)?"
+        where = re.sub(file, lambda _: str(folder), error.where)
+        raise type(error)(where, error.expected, error.found, error.next_step) from error

@@ -388,8 +388,10 @@ def test_weights_of_another_model_are_refused(source: Path, out: Path) -> None:
     write_model(source, gptq())
     file = source / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "intermediate_size": 256}))
-    with pytest.raises(CorruptFileError, match="shape"):
+    with pytest.raises(CorruptFileError, match="shape") as caught:
         import_directory(source, out)
+    # Not in the directory of the conversion, which is gone by then.
+    assert caught.value.where == f"{source}: model.layers.0.mlp.down_proj.weight"
     assert list(out.parent.iterdir()) == [source]
 
 
