@@ -31,7 +31,8 @@ class Entry:
         format: The quantized format or the dtype, e.g. `int4 g128`, `bfloat16`; for a member of a zip archive that was
             not unpickled, `zip member`.
         shape: The tensor's shape; for a quantized weight, the shape of the float weight; None for a zip member.
-        stored_bytes: Bytes in the file, scales included; None if the file is encoded and no manifest lists them.
+        stored_bytes: Bytes in the file, scales included; None if the tensor is sparse, or if the file is encoded and
+            no manifest lists them.
         file: Name of the file.
     """
 

@@ -45,7 +45,8 @@ class StoredTensor:
     Args:
         name: The weight's name; for a tensor of the optimizer, `optimizer: ` and its key path.
         tensor: The values: memory-mapped if the file is plain, on the meta device if only sizes were asked for.
-        stored_bytes: Bytes on disk, scales included; None if the file is encoded and no manifest lists them.
+        stored_bytes: Bytes on disk, scales included; None if the tensor is sparse, or if the file is encoded and no
+            manifest lists them.
         file: The file, if it is of one.
     """
 
@@ -57,7 +58,7 @@ class StoredTensor:
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> StoredTensor:
         """Return a tensor of a model in memory."""
-        return cls(name, tensor, tensor.stored_bytes if isinstance(tensor, QuantizedTensor) else tensor.nbytes)
+        return cls(name, tensor, tensor.stored_bytes if isinstance(tensor, QuantizedTensor) else _bytes_of(tensor))
 
     @property
     def format(self) -> str:
@@ -152,16 +153,21 @@ def _read(file: Path, values: bool) -> Iterator[tuple[str, Tensor, int | None]]:
                 str(file), "a pickle of protocol 2, as torch.load reads it", "a later one", next_step
             )
         tree, _ = _list_newer_pickle(file)
-        yield from ((path, each, each.nbytes) for path, each in _leaves_of(file, tree))
+        yield from ((path, each, _bytes_of(each)) for path, each in _leaves_of(file, tree))
         return
     register_anchor_directory(file.parent)
     if not is_encoded(file):
-        yield from ((path, tensor, tensor.nbytes) for path, tensor in _leaves_of(file, load_file(file, mmap=True)))
+        yield from ((path, each, _bytes_of(each)) for path, each in _leaves_of(file, load_file(file, mmap=True)))
         return
     stored_bytes = _reported_bytes(file)
     for path, tensor in _leaves_of(file, load_file(file, map_location="cpu" if values else "meta")):
         # The report counts tied tensors once, under the name of the first.
         yield path, tensor, stored_bytes.get(path, 0) if stored_bytes else None
+
+
+def _bytes_of(tensor: Tensor) -> int | None:
+    """Return the bytes of a tensor; None for a sparse one, of which PyTorch does not tell them."""
+    return tensor.nbytes if tensor.layout is torch.strided else None
 
 
 def _leaves_of(file: Path, tree: Any) -> Iterator[tuple[str, Tensor]]:

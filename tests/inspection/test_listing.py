@@ -140,6 +140,14 @@ def test_a_pickle_that_would_run_code_is_an_error(name: str, tmp_path: Path) -> 
     assert not (tmp_path / "touched").exists()
 
 
+def test_a_sparse_tensor_is_listed_without_its_bytes(tmp_path: Path) -> None:
+    torch.save({"dense": torch.ones(2), "sparse": torch.eye(3).to_sparse()}, tmp_path / "model.pt")
+    assert inspect_weights(tmp_path / "model.pt").entries == (
+        Entry("dense", "float32", (2,), 8, "model.pt"),
+        Entry("sparse", "float32", (3, 3), None, "model.pt"),
+    )
+
+
 @pytest.mark.parametrize("protocol", [3, 4, 5])
 def test_files_of_pickle_protocols_that_torch_does_not_read_are_listed(protocol: int, tmp_path: Path) -> None:
     tree = {
