@@ -41,10 +41,13 @@ def model_of(source: nn.Module | str | os.PathLike[str], dtype: torch.dtype | st
 def tensors_to_write(model: PreTrainedModel) -> dict[str, Any]:
     """Return all tensors of a model by name, a tied weight once, a coded one as int8 with the same tensors.
 
-    UnsupportedError: the model has adapters.
+    UnsupportedError: the model has adapters, or is none of Transformers.
     """
     if has_adapters(model):
         raise UnsupportedError("model", "a model by itself", "one with adapters", "Save them, then delete_adapter.")
+    if not isinstance(model, PreTrainedModel):
+        next_step = "For other modules there are export_onnx, export_torchscript and export_program."
+        raise UnsupportedError("model", "a model of Transformers", type(model).__name__, next_step)
     return {name: _as_int8(tensor) for name, tensor in whole_state_dict(model).items()}
 
 

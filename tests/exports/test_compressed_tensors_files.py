@@ -16,6 +16,7 @@ from covering import exhaustive
 from packaging.version import Version
 from safetensors.torch import load_file
 from stock_reader import StockReader
+from torch import nn
 from transformers import PreTrainedModel
 
 from hf_trainweights import TrainWeightsConfig, export_compressed_tensors, quantize_
@@ -238,6 +239,14 @@ def test_a_float_model_is_refused(tmp_path: Path) -> None:
     for source in (model, tmp_path / "float"):
         with pytest.raises(ConfigError, match="expected quantized weights, found none"):
             export_compressed_tensors(source, tmp_path / "out")
+
+
+def test_a_module_that_is_no_model_of_transformers_is_refused(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(64, 64))
+    quantize_(module, "int8")
+    with pytest.raises(UnsupportedError, match="expected a model of Transformers, found Sequential"):
+        export_compressed_tensors(module, tmp_path / "out")  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
 
 
 def test_code_of_a_model_that_is_not_in_transformers_comes_along(
