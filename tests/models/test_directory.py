@@ -151,13 +151,16 @@ def test_weights_that_cannot_be_quantized_leave_nothing_behind(llama: Path, tmp_
     assert not (tmp_path / "out").exists()
 
 
-def test_a_failed_save_leaves_nothing_behind(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_names_its_target_and_leaves_nothing_behind(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("hf_trainweights.files.safetensors_file._write_pieces", full)
-    with pytest.raises(SaveError, match="No space left"):
+    with pytest.raises(SaveError, match="No space left") as caught:
         quantize_directory(llama, tmp_path / "out", TrainWeightsConfig("int8"))
+    assert caught.value.where == str(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

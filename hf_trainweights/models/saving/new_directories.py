@@ -17,7 +17,7 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedModel
 
-from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError
 from hf_trainweights.files.atomic import create_directory, save_errors, sync_tree
 from hf_trainweights.files.digests import CONFIG_NAME
 from hf_trainweights.files.reading import open_regular_file
@@ -48,7 +48,12 @@ def new_directory(out: Path) -> Iterator[Path]:
     with contextlib.suppress(OSError):  # what a killed call left beside it, unless it is somebody else's
         clean_up(out.parent)
     with save_errors(out, _UNCHANGED), create_directory(out) as temporary:
-        yield temporary
+        try:
+            yield temporary
+        except SaveError as error:
+            # The directory is gone when somebody reads of it.
+            where = error.where.replace(str(temporary), str(out))
+            raise SaveError(where, error.expected, error.found, error.next_step) from error
         sync_tree(temporary)
 
 
