@@ -11,11 +11,14 @@ from architectures import ARCHITECTURES
 from hf_trainweights.models.host import models
 
 
-def test_no_part_of_a_model_returns_a_cache_where_none_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exporter_gets_its_options_and_no_part_of_a_model_returns_a_cache_where_none_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Exporter:
         """Does as Transformers' own: what is asked for goes to the model's configuration, and not to the call."""
 
-        def export(self, model: Any, inputs: dict[str, Any], _: object) -> Any:
+        def export(self, model: Any, inputs: dict[str, Any], options: object) -> Any:
+            assert options == {"dynamic": True, "opset_version": 21, "dynamic_shapes": None}
             model.config.use_cache = inputs.pop("use_cache")
             with torch.no_grad():
                 self.program = model(**inputs)
@@ -23,7 +26,7 @@ def test_no_part_of_a_model_returns_a_cache_where_none_is_asked_for(monkeypatch:
 
         components = ()
 
-    replacements = {"OnnxExporter": Exporter, "OnnxConfig": lambda **_: None}
+    replacements = {"OnnxExporter": Exporter, "OnnxConfig": dict}
     monkeypatch.setattr(models, "private", lambda _, name: replacements[name])
     architecture = ARCHITECTURES["t5"]
     model, inputs = architecture.build(torch.float32).eval(), architecture.make_inputs()
