@@ -9,7 +9,7 @@ import io
 import os
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -262,8 +262,7 @@ class TrainWeightsReader(StorageReader):
         for name, places in sorted(items_of.items()):
             with open_regular_file(self._path / name, follow_links=False) as file:
                 for place in sorted(places, key=lambda each: each.start):
-                    where = f"{self._path / name}, {places[place][0].storage_index.fqn}"
-                    _give(planner, places[place], read_bytes(file, place, self._path / name), where)
+                    _give(planner, places[place], read_bytes(file, place, self._path / name), self._path / name)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -279,10 +278,11 @@ class TrainWeightsReader(StorageReader):
         return "://" not in str(checkpoint_id)
 
 
-def _give(planner: LoadPlanner, items: Iterable[ReadItem], data: bytes, where: str) -> None:
-    """Give the planner all that it wants of one item's bytes."""
-    loaded = load_item(data, where)
+def _give(planner: LoadPlanner, items: Sequence[ReadItem], data: bytes, path: Path) -> None:
+    """Give the planner all that it wants of one item's bytes in a file."""
+    loaded = load_item(data, f"{path}, {items[0].storage_index.fqn}")
     for item in items:
+        where = f"{path}, {item.storage_index.fqn}"
         if item.type == LoadItemType.BYTE_IO:
             saved_again = io.BytesIO()  # because the planner loads these bytes without any restriction
             torch.save(loaded, saved_again)
