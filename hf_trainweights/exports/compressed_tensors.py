@@ -80,10 +80,7 @@ def export_compressed_tensors(
 
 
 def lay_out(model: PreTrainedModel) -> tuple[dict[str, TensorToWrite], dict[str, Any]]:
-    """Return the tensors of a checkpoint in the layout, and the `quantization_config` that describes them.
-
-    None of the model's tensors is in a kernel's private layout.
-    """
+    """Return the tensors of a checkpoint in the layout, and the `quantization_config` that describes them."""
     state_dict = tensors_to_write(model)
     quantized = {name: tensor for name, tensor in state_dict.items() if isinstance(tensor, QuantizedTensor)}
     _check_weights(model, quantized)

@@ -45,7 +45,7 @@ _BFLOAT16_ROWS = 48
 
 ALL = sys.maxsize
 
-# Integer codes in a 16-bit dtype that the CPU multiplies fast, without AMX; the scales of codebook4 take longer.
+# Integer codes in a 16-bit dtype that the CPU multiplies fast, without panels; the scales of codebook4 take longer.
 _SHORT_ROWS = 256
 _CODEBOOK_ROWS = 64
 # Integer codes with NEON, where nothing was measured.
@@ -110,7 +110,7 @@ def most_rows(form: Format, dtype: torch.dtype, library: str) -> int:
 
 
 def _takes_panels(form: Format, dtype: torch.dtype, library: str) -> bool:
-    """Return whether products of many rows of 16 bits take panels: `way_of` in native/tiles/ways.c."""
+    """Return whether products of many rows of a 16-bit x take panels: `way_of` in native/tiles/ways.c."""
     group_size = getattr(form, "group_size", None) or 0
     if library in ("amx", "avx512_bf16") and dtype == torch.bfloat16:
         return isinstance(form, UInt) or group_size % 32 == 0

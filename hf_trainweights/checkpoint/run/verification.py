@@ -58,6 +58,8 @@ _READ_BY_A_RESUME = frozenset({STATE_NAME, *_RESUMED_FROM, *ENTRY_POINTS})
 # Loaders open these before pytorch_model.bin and adapter_model.bin, so one that is not listed changes what is loaded.
 _PREFERRED_BY_LOADERS = frozenset(name for name in ENTRY_POINTS if ".safetensors" in name)
 
+_NO_WEIGHTS = "no weight file is there"
+
 # Stands among the names of files for the weights outside the run that a checkpoint needs.
 BASE_PROBLEM = "its base"
 
@@ -70,16 +72,18 @@ def progress_problem(directory: Path) -> str | None:
 
 def missing_problem(directory: Path) -> str | None:
     """Say that a checkpoint in whole files has no weights, or return None."""
-    return None if _weights(directory) else "no weight file is there"
+    return None if _weights(directory) else _NO_WEIGHTS
 
 
 def resume_problem(directory: Path) -> str | None:
     """Say why a resume could not read whole files, as far as checksums and anchors show, or return None."""
     weights = _weights(directory)[:1]
+    if not weights:
+        return _NO_WEIGHTS
     others = [directory / name for name in _RESUMED_FROM if (directory / name).exists()]
     checks = [(weights_problem, weights), (file_problem, others), (_anchor_problem, weights + others)]
     problems = (check(file) for check, files in checks for file in files)
-    return missing_problem(directory) or next(filter(None, problems), None)
+    return next(filter(None, problems), None)
 
 
 def _weights(directory: Path) -> list[Path]:
