@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.formats.coded import Coded
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.models.host.models import has_adapters
+from hf_trainweights.models.host.models import CACHE_ARGUMENTS, cache_argument, has_adapters
 from hf_trainweights.models.loading.saved_models import load_saved
 from hf_trainweights.models.saving.saved_tensors import whole_state_dict
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
@@ -125,8 +125,7 @@ def _image(model: PreTrainedModel) -> Tensor:
 
 def _without_cache(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return inputs that ask a decoder for no cache, unless they bring one: its parts would be outputs of the file."""
-    has_cache = "past_key_values" in inspect.signature(model.forward).parameters
-    asks = "use_cache" in inputs or "past_key_values" in inputs
+    has_cache, asks = bool(cache_argument(model)), not inputs.keys().isdisjoint({"use_cache", *CACHE_ARGUMENTS})
     return {**inputs, "use_cache": False} if has_cache and not asks else dict(inputs)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import resource
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import BartConfig, BartForConditionalGeneration
 
 from hf_trainweights import TrainWeightsConfig, dequantize_, quantize_
+from hf_trainweights.models.host.models import cache_argument
 
 FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"format": "int8"},
@@ -109,7 +109,7 @@ def dequantized_outputs(model: nn.Module, *args: Any, **kwargs: Any) -> list[Ten
     """Return what a copy of the model with dequantized weights computes, without a cache, as exports do."""
     copied = copy.deepcopy(model).eval()
     dequantize_(copied)
-    if "past_key_values" in inspect.signature(copied.forward).parameters:
+    if cache_argument(copied):
         kwargs = {"use_cache": False, **kwargs}
     with torch.no_grad():
         return [leaf for leaf in tree_leaves(copied(*args, **kwargs)) if isinstance(leaf, Tensor)]

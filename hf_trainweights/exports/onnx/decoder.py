@@ -22,11 +22,12 @@ from hf_trainweights.exports.onnx.model import OnnxModel, VerificationReport, co
 from hf_trainweights.exports.refusals import tracer_errors
 from hf_trainweights.exports.sources import Inputs
 from hf_trainweights.exports.targets import Target
+from hf_trainweights.models.host.models import cache_argument, is_stateful
 
 FILE = "model.onnx"
 """The one file of a decoder."""
 
-_NAMES_OF_HOST = re.compile(r"(?:(?:in|out)put\.)?past_key_values\.layers\.(\d+)\.(key|value)s")
+_NAMES_OF_HOST = re.compile(r"(?:(?:in|out)put\.)?(?:past_key_values|cache)\.layers\.(\d+)\.(key|value)s")
 _PAST, _PRESENT = "past_key_values", "present"
 
 # None of them may be 0 or 1, which the exporter would take for constants.
@@ -49,23 +50,25 @@ def _check(model: nn.Module) -> PreTrainedModel:
     elif model.config.is_encoder_decoder:
         found = f"{type(model).__name__}, an encoder with a decoder"
         next_step = 'Use task="text2text-generation", or "automatic-speech-recognition".'
-    elif not {"input_ids", _PAST} <= _arguments(model):
+    elif "input_ids" not in _arguments(model) or not cache_argument(model):
         found = f"{type(model).__name__}, which takes {', '.join(sorted(_arguments(model)))}"
+    elif is_stateful(model):
+        found = f"{type(model).__name__}, whose cache holds a state"
     else:
         return model
-    expected = "a decoder of Transformers that takes input_ids and past_key_values"
+    expected = "a decoder of Transformers that takes input_ids and a cache of keys and values"
     raise UnsupportedError("task='text-generation'", expected, found, next_step)
 
 
 def trace_decoder(model: nn.Module, target: Target, opset: int) -> dict[str, Any]:
     """Return the graph of a quantized decoder with past by the name of its file; UnsupportedError: it is no decoder."""
     model = _check(model)
-    call = _call(model, _mask(_BATCH, _PAST_LENGTH + _LENGTH))
+    call, argument = _call(model, _mask(_BATCH, _PAST_LENGTH + _LENGTH)), cache_argument(model)
     past = {name: value[:, :_PAST_LENGTH] for name, value in call.items()}
     with torch.no_grad(), tracer_errors(model, "torch.onnx", NEXT_STEP):
-        cache = model(**past, past_key_values=DynamicCache(), use_cache=True).past_key_values
+        cache = model(**past, **{argument: DynamicCache()}, use_cache=True)[argument]
     step = {name: value if name == "attention_mask" else value[:, _PAST_LENGTH:] for name, value in call.items()}
-    inputs = Inputs(kwargs={**step, _PAST: cache, "use_cache": True})
+    inputs = Inputs(kwargs={**step, argument: cache, "use_cache": True})
     graph = trace(model, inputs, target, opset)
     _name(graph, model)
     return {FILE: graph}
@@ -75,13 +78,13 @@ def verify_decoder(directory: Path, model: PreTrainedModel) -> VerificationRepor
     """Run a prompt and one step through the file and through the model it came from, and compare the logits."""
     session = open_valid(directory / FILE)
     mask = _mask(_BATCH + 1, _LENGTH + 1)
-    call, cache = _call(model, mask), DynamicCache()
+    call, cache = _call(model, mask), {cache_argument(model): DynamicCache()}
     past: dict[str, Any] = _empty_past(session, len(mask))
     found = []
     for name, start, end in (("logits of a prompt", 0, _LENGTH), ("logits of a step", _LENGTH, _LENGTH + 1)):
         inputs = {key: value[:, 0 if key == "attention_mask" else start : end] for key, value in call.items()}
         with torch.no_grad(), lowered(model, Target()):
-            wanted = model(**inputs, past_key_values=cache, use_cache=True).logits
+            wanted = model(**inputs, **cache, use_cache=True).logits
         outputs = session.predict({**inputs, **past})
         past = {key.replace(_PRESENT, _PAST): value for key, value in outputs.items() if key != "logits"}
         # What padding computes is for nobody.

@@ -20,6 +20,7 @@ from hf_trainweights.exports.onnx.graph import Part, name_dimensions, trace
 from hf_trainweights.exports.onnx.model import VerificationReport, compare, open_valid
 from hf_trainweights.exports.sources import Inputs
 from hf_trainweights.exports.targets import Target
+from hf_trainweights.models.host.models import cache_argument
 
 ENCODER, DECODER, DECODER_WITH_PAST = "encoder_model.onnx", "decoder_model.onnx", "decoder_with_past_model.onnx"
 _PAST, _PRESENT, _HIDDEN, _MASK = "past_key_values", "present", "encoder_hidden_states", "encoder_attention_mask"
@@ -64,7 +65,7 @@ class _Decoder(Part):
         mask = {} if encoder_attention_mask is None else {"attention_mask": encoder_attention_mask}
         cache = EncoderDecoderCache(own, cross)
         states: Any = (encoder_hidden_states,)
-        call = {"encoder_outputs": states, "decoder_input_ids": input_ids, "past_key_values": cache, **mask}
+        call = {"encoder_outputs": states, "decoder_input_ids": input_ids, cache_argument(self.model): cache, **mask}
         outputs = {"logits": self.model(**call, use_cache=True).logits}
         # Layer by layer, as optimum takes them.
         layers: Any = zip(own.layers, cross.layers, strict=True)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.models.budget.sensitivity import Batch
+from hf_trainweights.models.host.models import CACHE_ARGUMENTS, cache_argument
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -84,16 +85,17 @@ def written_by(model: PreTrainedModel) -> list[dict[str, Tensor]]:
     try:
         return [{"input_ids": _write(model, each, generator)} for each in starts.split(_TEXTS_A_BATCH)]
     except Exception as error:
-        # Whatever a model raises that has no past_key_values, or fewer positions than a window.
+        # Whatever a model raises that takes no cache, or fewer positions than a window.
         found = f"{type(model).__name__}, with {type(error).__name__}: {error}"
         raise ConfigError("calibration", expected, found[:300], next_step) from error
 
 
 def _write(model: Any, starts: Tensor, generator: torch.Generator) -> Tensor:
     """Return windows of tokens that begin with given ones, `[n, _WINDOW]`."""
+    argument = cache_argument(model) or CACHE_ARGUMENTS[0]
     windows, cache = starts, None
     for _ in range(_WINDOW - 1):
-        output = model(input_ids=windows[:, -1:].to(model.device), past_key_values=cache, use_cache=True)
-        cache, chances = output.past_key_values, output.logits[:, -1].float().softmax(-1).cpu()
+        output = model(input_ids=windows[:, -1:].to(model.device), use_cache=True, **{argument: cache})
+        cache, chances = output[argument], output.logits[:, -1].float().softmax(-1).cpu()
         windows = torch.cat((windows, torch.multinomial(chances, 1, generator=generator)), dim=1)
     return windows

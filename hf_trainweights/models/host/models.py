@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from typing import Any
@@ -13,6 +14,9 @@ from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.models.host import private, private_attribute
+
+CACHE_ARGUMENTS = ("cache", "past_key_values")
+"""Under which names `forward` may take what earlier tokens left: since Transformers 5.24, and before."""
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
@@ -137,6 +141,17 @@ def onnx_graph(model: nn.Module, inputs: Mapping[str, Any], opset: int, dynamic_
         exported = exporter.export(model, dict(inputs), options)
     # 5.17 returns PyTorch's program, 5.23 its own.
     return exported.program if hasattr(exported, "components") else exported.model
+
+
+def cache_argument(model: nn.Module) -> str:
+    """Return under which of `CACHE_ARGUMENTS` a model takes and returns what earlier tokens left; "": under none."""
+    taken = inspect.signature(model.forward).parameters
+    return next((name for name in CACHE_ARGUMENTS if name in taken), "")
+
+
+def is_stateful(model: PreTrainedModel) -> bool:
+    """Return whether a model's cache holds a state, as Mamba's does, and not only keys and values."""
+    return private_attribute(model, "_is_stateful")
 
 
 @contextlib.contextmanager

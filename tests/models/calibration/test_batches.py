@@ -39,8 +39,8 @@ def test_what_is_no_text_is_refused(texts: Any) -> None:
 
 
 MODELS = {
-    "no past_key_values": lambda: transformers.MambaForCausalLM(
-        transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=8, state_size=2)
+    "no cache": lambda: transformers.OpenAIGPTLMHeadModel(
+        transformers.OpenAIGPTConfig(n_embd=2, n_layer=1, n_head=1, vocab_size=8)
     ),
     "few positions": lambda: transformers.GPT2LMHeadModel(
         transformers.GPT2Config(n_embd=2, n_layer=1, n_head=1, vocab_size=8, n_positions=4)

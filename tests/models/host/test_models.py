@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from architectures import ARCHITECTURES
 from packaging.version import Version
@@ -19,7 +21,9 @@ from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.models.choosing.config_values import listed
 from hf_trainweights.models.host.models import (
     base_prefix,
+    cache_argument,
     has_adapters,
+    is_stateful,
     modules_kept_in_float,
     tasks_of,
     tied_names,
@@ -31,6 +35,15 @@ def test_tied_parameters_are_told_by_name() -> None:
     assert tied_names(ARCHITECTURES["llama_tied"].build()) == {"lm_head.weight": "model.embed_tokens.weight"}
     assert tied_names(ARCHITECTURES["llama"].build()) == {}
     assert tied_names(nn.Linear(2, 2)) == {}
+
+
+def test_the_argument_for_a_cache_is_the_one_that_transformers_itself_uses() -> None:
+    model = ARCHITECTURES["llama"].build().eval()
+    name, ids = cache_argument(model), torch.arange(6)[None]
+    first = model(ids[:, :4], use_cache=True)
+    step = model(ids[:, 4:], use_cache=True, **{name: first[name]})
+    torch.testing.assert_close(step.logits, model(ids).logits[:, 4:])
+    assert cache_argument(nn.Linear(2, 2)) == ""
 
 
 @pytest.mark.slow
@@ -85,16 +98,23 @@ def test_another_module_keeps_nothing_in_float() -> None:
 
 
 @pytest.mark.parametrize(
-    "attribute", ["all_tied_weights_keys", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"]
+    ("ask", "attribute"),
+    [
+        (tied_names, "all_tied_weights_keys"),
+        (modules_kept_in_float, "_keep_in_fp32_modules"),
+        (modules_kept_in_float, "_keep_in_fp32_modules_strict"),
+        (is_stateful, "_is_stateful"),
+    ],
 )
 def test_an_attribute_that_is_missing_is_named_with_the_versions_that_have_it(
-    attribute: str, monkeypatch: pytest.MonkeyPatch
+    ask: Callable[..., object], attribute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = ARCHITECTURES["llama"].build()
-    monkeypatch.delattr(model, attribute)
+    if attribute in vars(model):
+        monkeypatch.delattr(model, attribute)
     monkeypatch.delattr(PreTrainedModel, attribute, raising=False)
     with pytest.raises(UnsupportedError, match=rf"{attribute}: expected transformers>=5\.17.*pip install"):
-        modules_kept_in_float(model, include_embeddings=False)
+        ask(model, *([False] if ask is modules_kept_in_float else []))
 
 
 def test_adapters_are_told() -> None:
