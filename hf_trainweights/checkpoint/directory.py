@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,8 +95,10 @@ def find_checkpoints(root: str | Path) -> Iterator[FoundCheckpoint]:
         One entry per `checkpoint-<step>` directory.
 
     Raises:
-        OSError: `root` cannot be read.
+        OSError: `root` is no directory, or cannot be read.
     """
+    with contextlib.suppress(FileNotFoundError):  # without `root` there are none
+        os.scandir(root).close()
     for path in checkpoint_directories(root):
         yield check_checkpoint(path)
 
@@ -132,7 +135,7 @@ def latest(root: str | Path) -> str | None:
         MissingAnchorError: None is whole, and the base that one of them needs is gone: a run that began anew would
             write over it.
         CorruptFileError: Likewise, and the base has changed.
-        OSError: `root` cannot be read.
+        OSError: `root` is no directory, or cannot be read.
 
     Examples:
         >>> import tempfile

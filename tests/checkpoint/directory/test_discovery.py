@@ -18,6 +18,13 @@ def test_a_missing_or_empty_root_has_no_checkpoint(tmp_path):
     assert latest(tmp_path / "missing") is None
 
 
+@pytest.mark.parametrize("name", ["file", "file/inside"])
+def test_a_root_that_is_a_file_is_an_error_and_no_run_without_checkpoints(tmp_path, name):
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match=name):
+        latest(tmp_path / name)
+
+
 @pytest.mark.parametrize("manifest", [False, True])
 def test_the_newest_by_step_is_found(tmp_path, manifest):
     for step in (9, 100, 20):
