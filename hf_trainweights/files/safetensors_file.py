@@ -90,17 +90,15 @@ def write_safetensors(
 
     Where 8 spaces more in the header let more of the int8 tensors begin where a product can read the mapped file, the
     header has them. The content is the same, and equal tensors give equal files. A name from `name_in_file` must not be
-    longer than the old one, whose place in the order it keeps.
+    longer than the old one, whose place in the order it keeps. ConfigError: such files do not hold a tensor's dtype.
     """
-    # Of tensors without elements safetensors makes a header that has the same names, in the order of the file.
-    empty = {name: torch.empty(0, dtype=each.dtype, device="cpu") for name, each in tensors.items()}
-    header: dict[str, Any] = json.loads(save(empty, dict(metadata))[8:])
+    header = _header_without_elements(tensors, metadata)
     names, end = [name for name in header if name in tensors], 0
     # safetensors writes it in random order.
     header |= {"__metadata__": dict(sorted(header["__metadata__"].items()))} if metadata else {}
     for name in names:
         start, end = end, end + tensors[name].nbytes
-        header[name] |= {"shape": list(tensors[name].shape), "data_offsets": [start, end]}
+        header[name] |= {"shape": _shape_in_file(tensors[name]), "data_offsets": [start, end]}
     length = _aligned_length(len(_json(header)), [header[name] for name in names if header[name]["dtype"] == "I8"])
     renamed = {name_in_file(name) if name in tensors else name: entry for name, entry in header.items()}
     text = _json(renamed)
@@ -112,6 +110,26 @@ def write_safetensors(
         for name in names:
             _write_pieces(_bytes_of(name, tensors[name]), digested)
     return digested.sha256()
+
+
+def _header_without_elements(tensors: Mapping[str, TensorToWrite], metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Return the header that safetensors makes of tensors of the same names and dtypes: in the order of the file."""
+    empty = {name: torch.empty(0, dtype=each.dtype, device="cpu") for name, each in tensors.items()}
+    try:
+        return json.loads(save(empty, dict(metadata))[8:])
+    except KeyError as error:  # of the table from dtypes to their names in a file
+        name = next((name for name, each in tensors.items() if each.dtype in error.args), None)
+        if name is None:
+            raise
+        next_step = "Convert it to another dtype, or leave it out."
+        found = str(tensors[name].dtype)
+        raise ConfigError(name, "a dtype that safetensors files hold", found, next_step) from error
+
+
+def _shape_in_file(tensor: TensorToWrite) -> list[int]:
+    """Return the shape that a header says: of float4, whose elements are pairs for PyTorch, in single values."""
+    shape = list(tensor.shape)
+    return [*shape[:-1], shape[-1] * 2] if shape and tensor.dtype == torch.float4_e2m1fn_x2 else shape
 
 
 def _json(header: Mapping[str, Any]) -> bytes:

@@ -26,6 +26,8 @@ from hf_trainweights.tensor.guards import guards_of, is_notice
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import flatten_state_dict, group_stored, parse_stored_name, unflatten_weight
 
+_SHOWN_CHARACTERS = 100
+
 
 def save_file(weights: nn.Module | Mapping[str, Tensor], path: str | os.PathLike[str]) -> None:
     """Save a module or a state dict, quantized or not, as one safetensors file.
@@ -35,8 +37,8 @@ def save_file(weights: nn.Module | Mapping[str, Tensor], path: str | os.PathLike
         path: The file. What is there stays whole until the new file is.
 
     Raises:
-        ConfigError: A value is no tensor, a tensor has no values or the name of a part of a quantized weight, or the
-            file's name does not end in `.safetensors`.
+        ConfigError: A value is no tensor, a tensor has no values, a dtype that safetensors files do not hold, or the
+            name of a part of a quantized weight, a name is no text, or the file's name does not end in `.safetensors`.
         SaveError: The file cannot be written, or the disk is full; what was there before is untouched.
 
     Examples:
@@ -51,9 +53,12 @@ def save_file(weights: nn.Module | Mapping[str, Tensor], path: str | os.PathLike
     """
     state = dict(weights.state_dict(keep_vars=True) if isinstance(weights, nn.Module) else weights)
     for name, tensor in state.items():
-        if not isinstance(tensor, Tensor) or tensor.is_meta:
-            found = "one on the meta device" if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise ConfigError(name, "a tensor with values", found, "Leave it out, or load it first.")
+        _check_name(name)
+        if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.layout is not torch.strided:
+            found = type(tensor).__name__
+            if isinstance(tensor, Tensor):
+                found = "one on the meta device" if tensor.is_meta else f"one of layout {tensor.layout}"
+            raise ConfigError(name, "a tensor with values", found, "Leave it out, load it first, or make it dense.")
         if parse_stored_name(name) is not None and not isinstance(tensor, QuantizedTensor):
             expected = "another name: load_file takes this one for a part of a quantized weight"
             raise ConfigError(name, expected, "a plain tensor", "Rename it, or save what load_file returns.")
@@ -68,6 +73,14 @@ def save_file(weights: nn.Module | Mapping[str, Tensor], path: str | os.PathLike
         flat = guards_of(name for name, tensor in kept.items() if isinstance(tensor, QuantizedTensor)) | flat
         tensors = {name: TensorToWrite.of(tensor) for name, tensor in flat.items()}
         write_safetensors(staged.path / path.name, tensors, {**aliases, "format": "pt"})
+
+
+def _check_name(name: object) -> None:
+    """Check that a name is one that a safetensors file can give a tensor."""
+    # "__metadata__" is the format's own entry of the header; half of a surrogate pair has no UTF-8.
+    if not isinstance(name, str) or name == "__metadata__" or name.encode(errors="replace").decode() != name:
+        expected, next_step = "names that a safetensors file can hold", "Pass tensors by the names of their weights."
+        raise ConfigError("weights", expected, repr(name)[:_SHOWN_CHARACTERS], next_step)
 
 
 def _checked(path: str | os.PathLike[str]) -> Path:

@@ -211,7 +211,16 @@ def test_a_config_beside_the_file_that_is_none_is_refused(tmp_path: Path, conten
 
 @pytest.mark.parametrize(
     ("weights", "message"),
-    [({"a": 3}, "a: expected a tensor with values, found int"), ({"a": torch.empty(2, device="meta")}, "on the meta")],
+    [
+        ({"a": 3}, "a: expected a tensor with values, found int"),
+        ({"a": torch.empty(2, device="meta")}, "on the meta"),
+        ({"a": torch.eye(2).to_sparse()}, r"a: expected a tensor with values, found one of layout torch\.sparse_coo"),
+        ({"a": torch.zeros(2, dtype=torch.complex128)}, r"a: expected a dtype .*, found torch\.complex128"),
+        ({0: torch.zeros(2)}, "weights: expected names that a safetensors file can hold, found 0"),
+        ({b"a": torch.zeros(2)}, "weights: expected names .*, found b'a'"),
+        ({"a\ud800": torch.zeros(2)}, "weights: expected names .*, found"),
+        ({"__metadata__": torch.zeros(2)}, "weights: expected names .*, found '__metadata__'"),
+    ],
 )
 def test_what_cannot_be_saved_is_refused_and_what_is_there_stays(tmp_path: Path, weights: Any, message: str) -> None:
     file = written(tmp_path)
