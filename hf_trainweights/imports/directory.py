@@ -104,7 +104,9 @@ def _folder(source: str | os.PathLike[str]) -> Path:
         return download(str(source))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
-        found = reason if os.path.lexists(source) or "/" in str(source) else "nothing there"
+        # The Hub's own text of a name that it cannot have says nothing of the directory that was meant.
+        is_name = "/" in str(source) and not isinstance(error, HFValidationError)
+        found = reason if os.path.lexists(source) or is_name else "nothing there"
         next_step = "Give a directory, or the name of a repository on the Hub."
         raise ConfigError(str(source), "a quantized model", found, next_step) from error
 

@@ -278,9 +278,10 @@ def test_a_target_that_holds_something_is_left_alone(source: Path, out: Path) ->
     assert [path.name for path in out.iterdir()] == ["mine"]
 
 
-def test_a_missing_source_is_named(out: Path) -> None:
-    with pytest.raises(ConfigError, match="nowhere: expected a quantized model"):
-        import_directory("nowhere", out)
+@pytest.mark.parametrize("source", ["nowhere", "/no/where", "./nowhere", "no/where/at_all"])
+def test_a_missing_source_is_named(source: str, out: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^{source}: expected a quantized model, found nothing there"):
+        import_directory(source, out)
 
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
