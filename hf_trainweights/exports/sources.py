@@ -78,9 +78,12 @@ class Inputs:
 
     @classmethod
     def of(cls, model: nn.Module, example_inputs: ExampleInputs | None) -> Inputs:
-        """Return what is given, or inputs that fit a model of Transformers; ConfigError: none can be made up."""
+        """Return what is given, or inputs that fit a model of Transformers; ConfigError: these are none."""
         if example_inputs is None:
             example_inputs = _made_up(model)
+        if not isinstance(example_inputs, Tensor | Sequence | Mapping) or isinstance(example_inputs, str | bytes):
+            found, next_step = type(example_inputs).__name__, "Pass what model(*inputs) or model(**inputs) takes."
+            raise ConfigError("example_inputs", "a tensor, a tuple or a dict of arguments", found, next_step)
         if isinstance(example_inputs, Mapping):
             return cls(kwargs=_without_cache(model, example_inputs))
         inputs = cls((example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs))

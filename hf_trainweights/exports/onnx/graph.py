@@ -15,14 +15,17 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_trainweights.errors import ConfigError
 from hf_trainweights.exports.lowering import lowered
 from hf_trainweights.exports.refusals import require, tracer_errors
 from hf_trainweights.exports.sources import Inputs
-from hf_trainweights.exports.targets import STORED, Target
+from hf_trainweights.exports.targets import BLOCKS_OPSET, STORED, Target
 from hf_trainweights.models.host.models import onnx_graph
 
 # A protobuf of 2 GiB cannot be read; the graph itself needs some room.
 _LARGEST_FILE_BYTES = 1_900_000_000
+
+_OPSET = f"Leave it out, or pass {BLOCKS_OPSET}."
 
 NEXT_STEP = "Pass other example_inputs or dynamic_shapes, or leave these out."
 """What an error of tracing a model tells the reader to do."""
@@ -46,6 +49,9 @@ def trace(
     require("onnxscript", "onnx")
     with lowered(model, target):
         graph = _traced(model, inputs, opset, options or {})
+    if (written := graph.opset_imports.get("")) != opset:
+        # Where the exporter cannot convert its graph, it says so in a log, and leaves the graph as it is.
+        raise ConfigError("opset", "one that the exporter can write", f"{opset}, for which it writes {written}", _OPSET)
     _finish(graph)
     _forget_origins(graph)
     return graph

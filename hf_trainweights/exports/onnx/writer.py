@@ -128,12 +128,12 @@ def _write_companions(model: PreTrainedModel, source: nn.Module | str | os.PathL
     write_config(model, directory, None, torch.float32)
 
 
-def _check(task: str | None, out: Path, runtime: str, opset: int, options: Mapping[str, Any]) -> None:
+def _check(task: str | None, out: Path, runtime: str, opset: object, options: Mapping[str, Any]) -> None:
     require("onnx_ir", "onnx")
-    if runtime not in _TARGETS:
+    if runtime not in [*_TARGETS]:
         raise ConfigError("runtime", f"one of {', '.join(_TARGETS)}", repr(runtime), "Choose one of these.")
-    if opset < BLOCKS_OPSET:
-        found = f"{opset}, which has no scales for blocks"
+    if type(opset) is not int or opset < BLOCKS_OPSET:
+        found = f"{opset}, which has no scales for blocks" if type(opset) is int else repr(opset)
         raise ConfigError("opset", f"{BLOCKS_OPSET} or later", found, f"Leave it out, or pass {BLOCKS_OPSET}.")
     if task is not None:
         _check_task(task, out, options)
@@ -142,7 +142,7 @@ def _check(task: str | None, out: Path, runtime: str, opset: int, options: Mappi
 
 
 def _check_task(task: str, out: Path, options: Mapping[str, Any]) -> None:
-    if task not in TASKS:
+    if task not in [*TASKS]:
         raise ConfigError("task", f"None or one of {', '.join(TASKS)}", repr(task), "Choose one of these.")
     if given := [name for name, value in options.items() if value is not None]:
         found = f"{', '.join(given)} with task={task!r}"

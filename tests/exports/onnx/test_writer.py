@@ -165,6 +165,15 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
         export_onnx(model, out, example_inputs=images(2), runtime="tensorrt")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"^opset: expected 21 or later, found 13"):
         export_onnx(model, out, example_inputs=images(2), opset=13)
+    for opset in ("21", 21.0, None):
+        with pytest.raises(ConfigError, match=rf"^opset: expected 21 or later, found {opset!r}\. Leave it out"):
+            export_onnx(model, out, example_inputs=images(2), opset=opset)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^opset: expected one that the exporter can write, found 99, for which it"):
+        export_onnx(model, out, example_inputs=images(2), opset=99, verify=False)
+    with pytest.raises(ConfigError, match=r"^runtime: expected one of portable, onnxruntime, found \['portable'\]"):
+        export_onnx(model, out, example_inputs=images(2), runtime=["portable"])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^task: expected None or one of .*, found \[\]"):
+        export_onnx(model, out, task=[])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"^out: expected a file that ends in \.onnx"):
         export_onnx(model, tmp_path, example_inputs=images(2))
     with pytest.raises(ConfigError, match=r"^example_inputs: expected inputs for a Convolutional, found None"):
