@@ -61,14 +61,16 @@ def export_program(
     check_file_name(out, ".pt2")
     model = model_of(model_or_directory)
     inputs = Inputs.of(model, example_inputs)
-    with in_eval_mode(model), lowered(model, Target()), torch.no_grad():
-        program = _traced_program(model, inputs, dynamic_shapes)
-    with staged_files(out.parent, lambda name: name == out.name) as staged:
-        path = staged.path / out.name
-        if aot:
-            _compile_program(model, program, path)
-        else:
-            path.write_bytes(_saved_program(model, program))
+    # A module may change its weights when it leaves eval mode; those of the program are read where it is saved.
+    with in_eval_mode(model):
+        with lowered(model, Target()), torch.no_grad():
+            program = _traced_program(model, inputs, dynamic_shapes)
+        with staged_files(out.parent, lambda name: name == out.name) as staged:
+            path = staged.path / out.name
+            if aot:
+                _compile_program(model, program, path)
+            else:
+                path.write_bytes(_saved_program(model, program))
 
 
 def _traced_program(model: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> torch.export.ExportedProgram:
@@ -162,7 +164,7 @@ def export_torchscript(
         raise ConfigError("out", "a file", f"the directory {out}", f"Write to {out / 'model.pt'}, for example.")
     model = model_of(model_or_directory)
     inputs = Inputs.of(model, example_inputs) if method == "trace" else None
-    with _without_deprecation(), lowered(model, Target()):
+    with _without_deprecation(), in_eval_mode(model), lowered(model, Target()):
         content = _serialized(model, _compiled(model, inputs), optimize)
     with staged_files(out.parent, lambda name: name == out.name) as staged:
         (staged.path / out.name).write_bytes(content)
@@ -172,13 +174,13 @@ def torchscript_bytes(model: nn.Module, example_inputs: ExampleInputs | None = N
     """Return the TorchScript file of any model, float or quantized: traced where there are inputs, else compiled."""
     is_traced = example_inputs is not None or isinstance(model, PreTrainedModel)
     inputs = Inputs.of(model, example_inputs) if is_traced else None
-    with _without_deprecation(), lowered(model, Target()):
+    with _without_deprecation(), in_eval_mode(model), lowered(model, Target()):
         return _serialized(model, _compiled(model, inputs), optimize=False)
 
 
 def _compiled(model: nn.Module, inputs: Inputs | None) -> Any:
-    """Return a model of plain tensors as TorchScript: traced, or compiled if there are no inputs."""
-    with in_eval_mode(model), torch.no_grad():
+    """Return a model of plain tensors, in eval mode, as TorchScript: traced, or compiled if there are no inputs."""
+    with torch.no_grad():
         if inputs is None:
             next_step = 'Use method="trace", or export_program or export_onnx.'
             with _scripted_layers(model) as whole, tracer_errors(whole, "TorchScript", next_step):

@@ -59,14 +59,19 @@ def _as_int8(value: Any) -> Any:
 
 @contextlib.contextmanager
 def in_eval_mode(model: Any) -> Iterator[Any]:
-    """Hold a model in eval mode within the context; afterwards each module is in its own mode again."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
+    """Hold a model in eval mode within the context; afterwards each module is in its own mode again.
+
+    Modules are told, because some do more than note it: they merge an adapter, for example.
+    """
+    modes = {module: module.training for module in model.modules()}
     try:
+        model.eval()
         yield model
     finally:
-        for module in training:
-            module.training = True
+        # A module comes before those in it, which it tells in turn.
+        for module, training in modes.items():
+            if module.training != training:
+                module.train(training)
 
 
 @dataclass(frozen=True)
