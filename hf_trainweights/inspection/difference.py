@@ -18,6 +18,8 @@ from hf_trainweights.models.loading.saved_models import load_saved
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 _PIECE_ELEMENTS = 1 << 22
+# By code, the lower four bits of an octet first; the highest bit of a code is the sign.
+_FLOAT4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 @dataclass(frozen=True)
@@ -197,9 +199,10 @@ def _cells(each: Difference) -> tuple[object, ...]:
 
 def _difference(key: str, a: StoredTensor, b: StoredTensor) -> Difference:
     total = Difference(key, bytes_a=a.stored_bytes, bytes_b=b.stored_bytes)
-    if a.tensor.shape != b.tensor.shape or a.tensor.is_complex() != b.tensor.is_complex():
+    values_a, values_b = in_single_values(a.tensor), in_single_values(b.tensor)
+    if values_a.shape != values_b.shape or values_a.is_complex() != values_b.is_complex():
         return replace(total, comparable=False)
-    pieces = (_dense(each.tensor).detach().reshape(-1).split(_PIECE_ELEMENTS) for each in (a, b))
+    pieces = (_dense(each).detach().reshape(-1).split(_PIECE_ELEMENTS) for each in (values_a, values_b))
     for piece_a, piece_b in zip(*pieces, strict=True):
         if piece_a.numel():
             total += difference_of(piece_a, piece_b)
@@ -214,6 +217,17 @@ def _misfit(a: StoredTensor, b: StoredTensor) -> str | None:
 
 def _dense(tensor: Tensor) -> Tensor:
     return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
+
+
+def in_single_values(tensor: Tensor) -> Tensor:
+    """Return a tensor to compute with: a sparse one with its zeros, float4 of pairs in single values, others as is."""
+    if tensor.layout is not torch.strided:
+        return tensor.to_dense()
+    if tensor.dtype != torch.float4_e2m1fn_x2:
+        return tensor
+    octets = tensor.view(torch.uint8).long()
+    values = torch.tensor(_FLOAT4_VALUES, dtype=torch.float32, device=tensor.device)
+    return values[torch.stack([octets & 15, octets >> 4], -1)].flatten(-2 if tensor.dim() else 0)
 
 
 def difference_of(a: Tensor, b: Tensor) -> Difference:

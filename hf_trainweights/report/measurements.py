@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.formats.arithmetic import BLOCK_ELEMENTS
-from hf_trainweights.inspection.difference import Difference, difference_of
+from hf_trainweights.inspection.difference import Difference, difference_of, in_single_values
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 _INPUTS = 32
@@ -50,6 +50,7 @@ def measure_error(weight: Tensor, reference: Tensor, inputs: Tensor | None = Non
 
     `inputs` are rows `[n, K]` that its layer multiplies; None stands for Gaussian noise.
     """
+    weight, reference = in_single_values(weight), in_single_values(reference)
     if weight.shape != reference.shape or not (weight.is_floating_point() and reference.is_floating_point()):
         return None
     if not weight.numel():
@@ -70,7 +71,8 @@ def measure_error(weight: Tensor, reference: Tensor, inputs: Tensor | None = Non
 
 def weight_histogram(weight: Tensor) -> Histogram | None:
     """Return how the dequantized values of a weight are spread, in 64 bins; None if empty, or with NaN or Inf."""
-    return _histogram(lambda: _float_blocks(weight, turned=False))
+    values = in_single_values(weight)
+    return _histogram(lambda: _float_blocks(values, turned=False))
 
 
 def code_histogram(weight: Tensor) -> Histogram | None:

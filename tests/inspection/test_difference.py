@@ -79,6 +79,20 @@ def test_other_shapes_dtypes_and_names_are_problems_and_values_of_other_dtypes_a
     assert [row.is_equal for row in comparison.tensors] == [False] * 3
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
+def test_sparse_tensors_and_float4_are_compared_by_their_values(tmp_path):
+    whole, octets = torch.tensor([[0.0, 0.5, 1.0, -6.0]]), torch.tensor([[0x10, 0xF2]], dtype=torch.uint8)
+    a, b = tmp_path / "a.pt", tmp_path / "b.pt"
+    torch.save({"sparse": whole.to_sparse(), "rows": whole.to_sparse_csr(), "whole": whole}, a)
+    torch.save({"sparse": whole.to_sparse(), "rows": whole, "whole": (whole + 1).to_sparse()}, b)
+    largest = {row.name: row.largest for row in compare_checkpoints(a, b).tensors}
+    assert largest == {"sparse": 0.0, "rows": 0.0, "whole": 1.0}
+    torch.save({"w": octets.view(torch.float4_e2m1fn_x2), "x": octets.view(torch.float4_e2m1fn_x2)}, a)
+    torch.save({"w": whole, "x": torch.zeros(1, 2)}, b)
+    same, other_shape = compare_checkpoints(a, b).tensors
+    assert (same.largest, other_shape.comparable) == (0.0, False)
+
+
 def test_shards_are_one_set_of_weights(tmp_path):
     whole, sharded = tmp_path / "whole", tmp_path / "sharded"
     whole.mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,23 @@ def test_the_same_weights_give_the_same_error() -> None:
 )
 def test_weights_that_are_no_counterparts_are_not_compared(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
     assert measure_error(*pair) is None
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
+@pytest.mark.parametrize("pack", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_a_sparse_weight_is_measured_as_the_dense_one(pack: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    weight, other = torch.eye(4, 8), random_weight(4, 8)
+    assert measure_error(pack(weight), other) == measure_error(weight, other)
+    assert weight_histogram(pack(weight)) == weight_histogram(weight)
+
+
+def test_float4_is_measured_by_its_values() -> None:
+    octets = torch.tensor([[0x10, 0x32, 0x54, 0x76], [0x98, 0xBA, 0xDC, 0xFE]], dtype=torch.uint8)
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    weight, whole = octets.view(torch.float4_e2m1fn_x2), torch.stack([values, -values])
+    assert measure_error(weight, whole) == measure_error(whole, whole)
+    assert weight_histogram(weight) == weight_histogram(whole)
+    assert measure_error(weight, torch.zeros(2, 4)) is None
 
 
 @pytest.mark.parametrize("weight", [torch.zeros(4, 8), torch.full((4, 8), math.nan), torch.zeros(0, 8), torch.ones(3)])
