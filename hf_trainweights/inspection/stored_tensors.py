@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -48,12 +49,18 @@ class StoredTensor:
         stored_bytes: Bytes on disk, scales included; None if the tensor is sparse, or if the file is encoded and no
             manifest lists them.
         file: The file, if it is of one.
+        read: Returns the values, where `tensor` has none and a reader may want them later.
     """
 
     name: str
     tensor: Tensor
     stored_bytes: int | None
     file: Path | None = None
+    read: Callable[[], Tensor] | None = None
+
+    def values(self) -> Tensor:
+        """Return the tensor with its values; one that `read` tells of is read at each call, and not kept."""
+        return self.tensor if self.read is None else self.read()
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> StoredTensor:
@@ -110,9 +117,11 @@ class _ShardedTensors(Mapping[str, StoredTensor]):
     def __getitem__(self, key: str) -> StoredTensor:
         name = self._names[key]
         entry = self._contents.tensors[name]
+        place = (self._contents.stored_bytes(name), self._contents.directory)
+        if self._values:
+            return StoredTensor(key, self._contents.read_tensor(name), *place)
         meta = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-        tensor = self._contents.read_tensor(name) if self._values else meta
-        return StoredTensor(key, tensor, self._contents.stored_bytes(name), self._contents.directory)
+        return StoredTensor(key, meta, *place, read=partial(self._contents.read_tensor, name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

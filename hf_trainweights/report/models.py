@@ -49,7 +49,7 @@ def measure_weights(
     for name, weight in weights.items():
         other = against.get(name)
         rows = None if inputs is None else inputs.get(name, _NO_ROWS)
-        found.append(Measured(weight, measure_error(weight.tensor, other.tensor, rows) if other else None))
+        found.append(Measured(weight, measure_error(weight.values(), other.values(), rows) if other else None))
     return found
 
 
@@ -215,8 +215,9 @@ def _worst_section(measured: Sequence[Measured], output_error: str) -> Section:
 
 def _drawn_row(each: Measured) -> tuple[object, ...]:
     name, form, shape, bits, count, snr, output = _row(each)
-    values = weight_histogram(each.weight.tensor) if each.weight.tensor.is_floating_point() else None
-    codes = code_histogram(each.weight.tensor)
+    tensor = each.weight.values()
+    values = weight_histogram(tensor) if tensor.is_floating_point() else None
+    codes = code_histogram(tensor)
     pictures = (
         values and histogram(f"values of {name}", values.counts, values.low, values.high, "value", log=True),
         codes and histogram(f"codes of {name}", codes.counts, codes.low + 0.5, codes.high - 0.5, "code"),

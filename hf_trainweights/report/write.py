@@ -121,14 +121,17 @@ def write_alone(out: Path, text: str, outcome: str) -> None:
 def read_weights(source: Source) -> dict[str, StoredTensor]:
     """Return the weights of a model by name, a tied weight once.
 
-    Those on disk are views of the mapped files, so none is in memory before it is looked at. Only a file that is
-    encoded is decoded as a whole.
+    Those on disk are views of the mapped files, or of a sharded checkpoint on the meta device until `values` is called,
+    so none is in memory before it is looked at. Only a file that is encoded is decoded as a whole.
     """
     if isinstance(source, nn.Module):
         return {name: StoredTensor.of(name, parameter) for name, parameter in source.named_parameters()}
     path = _existing(source)
-    stored = dict(read_part(find_parts(path).get("weights", []), "weights"))
     default = configured_format(path if path.is_dir() else path.parent)
+    files = find_parts(path).get("weights", [])
+    # A quantized weight is put together from the values of several tensors.
+    is_read_later = default is None and any(file.is_dir() for file in files)
+    stored = dict(read_part(files, "weights", values=not is_read_later))
     return {each.name: each for each in fold_weights(stored, default)}
 
 

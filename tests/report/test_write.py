@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import re
+import weakref
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import torch
 from architectures import make_llama, make_qwen3_moe
+from checkpoint.sharded_states import save_alone
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
 from hf_trainweights import TrainWeightsConfig, quantize_, write_report
+from hf_trainweights.checkpoint.dcp.reader import ShardedContents
 from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError
 from hf_trainweights.files.disk import claim_file
 from hf_trainweights.report import write
@@ -224,3 +227,30 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_report(tmp_path: Path)
     claim.release()
     write_alone(tmp_path / "report.html", "text", "Nothing was written.")
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_weights_of_a_sharded_checkpoint_are_read_one_after_the_other_and_only_to_be_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = {f"layers.{row}.weight": torch.randn(8 + row, 16) for row in range(12)}
+    save_alone({"model": weights}, tmp_path / "dcp")
+    read, most = [], 0
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    original = ShardedContents.read_tensor
+
+    def read_tensor(contents: ShardedContents, name: str) -> torch.Tensor:
+        nonlocal most
+        read.append(name)
+        alive.add(tensor := original(contents, name))
+        most = max(most, len(alive))
+        return tensor
+
+    monkeypatch.setattr(ShardedContents, "read_tensor", read_tensor)
+    write_report(tmp_path / "dcp", tmp_path / "report.html")
+    assert sorted(read) == sorted(f"model.layers.{row}.weight" for row in range(2, 12))  # ten histograms
+    read.clear()
+    save_file({name: weight + 0.01 for name, weight in weights.items()}, tmp_path / "other.safetensors")
+    write_report(tmp_path / "dcp", tmp_path / "report.html", against=tmp_path / "other.safetensors")
+    assert len(set(read)) == 12
+    assert most <= 2
+    assert "12 weights" in page_of(tmp_path / "report.html")
