@@ -116,7 +116,7 @@ def _saved_program(model: nn.Module, program: torch.export.ExportedProgram) -> m
 
 
 def _compile_program(model: nn.Module, program: torch.export.ExportedProgram, path: Path) -> None:
-    with warnings.catch_warnings(), tracer_errors(model, "AOTInductor", "Leave out aot.", passed=(OSError,)):
+    with warnings.catch_warnings(), tracer_errors(model, "AOTInductor", "Leave out aot."):
         # The compiler uses what PyTorch 2.13 itself deprecates, TorchScript for one.
         warnings.filterwarnings("ignore", message=".*torch.jit.*", category=DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)

@@ -35,16 +35,16 @@ def check_file_name(out: Path, suffix: str) -> None:
 
 
 @contextlib.contextmanager
-def tracer_errors(
-    model: nn.Module, tracer: str, next_step: str, passed: tuple[type[Exception], ...] = ()
-) -> Iterator[None]:
-    """Turn errors of a tracer, but those `passed`, into UnsupportedErrors that name the innermost module at work."""
+def tracer_errors(model: nn.Module, tracer: str, next_step: str) -> Iterator[None]:
+    """Turn errors of a tracer, but not those of a disk, into UnsupportedErrors that name the innermost module."""
     try:
         yield
-    except (TrainWeightsError, *passed):
+    except TrainWeightsError:
         raise
     # Tracers have dozens of errors of their own, most of them private.
     except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:  # without a number: source code that is missing
+            raise
         where = _place(model, error)
         found = f"{type(error).__name__}: {str(error).strip()[:_SHOWN_CHARACTERS]}"
         raise UnsupportedError(where, f"a module that {tracer} can hold", found, next_step) from error
