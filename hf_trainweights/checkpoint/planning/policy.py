@@ -242,17 +242,13 @@ class Policy:
         """Return the function from role and name to the choice, where these are all names."""
         known = {each for name in names for each in name_and_modules(name)}
         selected = select((rule.selector for rule in self._parsed_rules), known) | {_ANY_NAME: frozenset(known)}
-        selectors: dict[str, set[str]] = {name: set() for name in known}
-        for selector, found in selected.items():
-            for name in found:
-                selectors[name].add(selector)
         rules: dict[str, dict[str, str | Codec]] = {role: {} for role in ROLES}
         for rule in self._parsed_rules:
             for role in rule.roles:
                 rules[role].setdefault(rule.selector, rule.choice)
 
         def choose(role: str, name: str) -> str | Codec:
-            candidates = {each: selected[each] for each in rules[role] if each in selectors[name]}
+            candidates = {each: selected[each] for each in rules[role] if name in selected[each]}
             decides = most_exact(candidates, (name.rpartition(".")[0], name))
             return self.mode if decides is None else rules[role][decides]
 
