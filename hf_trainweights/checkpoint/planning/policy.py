@@ -51,19 +51,20 @@ _ADAM_STATE = MOMENTS | {"step"}
 
 
 @dataclass(frozen=True)
-class LossyMode:
-    """How much a mode may round: steps in the rms of a first difference, and codecs of Adam's moments."""
+class _Mode:
+    """How much a mode may round: steps in the rms of a first difference, and which codec to try by role."""
 
     steps_per_rms: int
-    exp_avg: Codec
-    exp_avg_sq: Codec
+    codecs: Mapping[str, tuple[Codec, ...]]
 
 
-LOSSY_MODES = {
-    "near-lossless": LossyMode(4, UpdateSpace(step=0.25), LogRank1(step=1)),
-    "compact": LossyMode(1, UpdateSpace(step=0.5), LogRank1(step=2)),
+_MODES = {
+    "lossless": _Mode(0, {"exp_avg_sq": (PlanesRank1(),)}),
+    "near-lossless": _Mode(4, {"exp_avg": (UpdateSpace(step=0.25),), "exp_avg_sq": (LogRank1(step=1),)}),
+    "compact": _Mode(1, {"exp_avg": (UpdateSpace(step=0.5),), "exp_avg_sq": (LogRank1(step=2),)}),
 }
-MODES = ("lossless", *LOSSY_MODES)
+MODES = tuple(_MODES)
+LOSSY_MODES = MODES[1:]
 # What editors complete; the values are checked where they arrive.
 ModeName = Literal["lossless", "near-lossless", "compact"] | str
 
@@ -285,9 +286,7 @@ def _adam_parameters(states: Mapping[Any, Any], groups: list[Any]) -> set[Any]:
 def _steps_per_rms(choice: str | Codec, role: str, tensor: Tensor) -> int:
     """Return the steps of a weight that a mode may round; 0 if the weight is exact or a rule names its codec."""
     is_exact = role == "buffer" or tensor.numel() < SIZE_FLOOR or tensor.dtype not in LOSSY_DTYPES
-    if is_exact or isinstance(choice, Codec) or choice not in LOSSY_MODES:
-        return 0
-    return LOSSY_MODES[choice].steps_per_rms
+    return 0 if is_exact or isinstance(choice, Codec) else _MODES[choice].steps_per_rms
 
 
 def _codecs(choice: str | Codec, role: str, tensor: Tensor) -> tuple[Codec, ...]:
@@ -295,12 +294,7 @@ def _codecs(choice: str | Codec, role: str, tensor: Tensor) -> tuple[Codec, ...]
     is_small = tensor.numel() < SIZE_FLOOR
     if isinstance(choice, Codec):
         return (choice,) if choice.lossless or not is_small else ()
-    if role not in MOMENTS or is_small:
-        return ()
-    if choice not in LOSSY_MODES:
-        return (PlanesRank1(),) if role == "exp_avg_sq" else ()
-    mode = LOSSY_MODES[choice]
-    return (mode.exp_avg if role == "exp_avg" else mode.exp_avg_sq,)
+    return () if is_small else _MODES[choice].codecs.get(role, ())
 
 
 @dataclass(frozen=True)
