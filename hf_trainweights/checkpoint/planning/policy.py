@@ -311,20 +311,24 @@ def _parse_rule(selector: Any, choice: Any) -> _Rule:
     where = f"rules[{selector!r}]"
     roles, name = _parse_selector(where, selector)
     parsed = _parse_choice(where, choice)
-    if isinstance(parsed, Codec):
-        _require_suitable(where, roles, parsed)
+    for role in roles:
+        if isinstance(parsed, Codec) and role not in parsed.roles:
+            suitable = [codec_id for codec_id, each in CODECS.items() if role in each.roles]
+            next_step = "Choose one of these."
+            if role == "exp_avg_sq":
+                next_step = "Nothing linear: it rounds small values to zero, and the next update divides by them."
+            raise ConfigError(where, f"for {role} one of {', '.join((*MODES, *suitable))}", parsed.codec_id, next_step)
     return _Rule(roles, name, parsed)
 
 
 def _parse_selector(where: str, selector: Any) -> tuple[tuple[str, ...], str]:
     """Return the roles and the selector of names."""
     known = (*ROLES, "optimizer")
-    role, slash, name = selector.partition("/") if isinstance(selector, str) else ("", "", "")
-    if isinstance(selector, str) and selector.startswith(EXPRESSION):
-        role, slash, name = "weight", "/", selector
+    text = selector if isinstance(selector, str) else ""
+    role, slash, name = text.partition("/")
     near = did_you_mean(role, known, "")
-    if role and not slash and role not in known and not near:
-        role, slash, name = "weight", "/", selector
+    if text.startswith(EXPRESSION) or (role and not slash and role not in known and not near):
+        role, slash, name = "weight", "/", text
     if role not in known or (slash and not name):
         allowed = f"{', '.join(known)}, the name of a weight, or a role/name; a name may be re:pattern"
         next_step = f"{near} Weights of that name are weight/{role}." if near else "Choose one of these."
@@ -335,16 +339,6 @@ def _parse_selector(where: str, selector: Any) -> tuple[tuple[str, ...], str]:
         except re.error as error:
             raise ConfigError(where, "a regular expression after re:", str(error), "Correct it.") from error
     return OPTIMIZER_ROLES if role == "optimizer" else (role,), name or _ANY_NAME
-
-
-def _require_suitable(where: str, roles: tuple[str, ...], codec: Codec) -> None:
-    for role in roles:
-        if role not in codec.roles:
-            suitable = [codec_id for codec_id, each in CODECS.items() if role in each.roles]
-            next_step = "Choose one of these."
-            if role == "exp_avg_sq":
-                next_step = "Nothing linear: it rounds small values to zero, and the next update divides by them."
-            raise ConfigError(where, f"for {role} one of {', '.join((*MODES, *suitable))}", codec.codec_id, next_step)
 
 
 def _parse_choice(where: str, choice: Any) -> str | Codec:
