@@ -115,8 +115,7 @@ class LargeStorage:
 
     def finish(self) -> Coded:
         """Return what is left when all parts are done: the rest of the piece that they are, and all other pieces."""
-        rest = self.chunks.complete(BlockWriter(), self.flags, self.sizes)
-        return _coded(self.index, self.codec, EncodedTensor([rest, *self.chunks.others], {}))
+        return _coded(self.index, self.codec, self.chunks.finish(BlockWriter(), self.flags, self.sizes))
 
 
 @dataclass(frozen=True)
@@ -305,7 +304,7 @@ def _encode_within(codec: Codec, tensor: Tensor, references: References, most_by
         return codec.encode(tensor, references)
     chunks = codec.chunks(tensor, references)
     writer, flags = chunks.encode(chunks.parts, most_bytes)
-    return chunks.all(writer, flags) if len(flags) == len(chunks.parts) else None
+    return chunks.finish(writer, flags) if len(flags) == len(chunks.parts) else None
 
 
 def _plan_of(storage: Storage, plan: Plan) -> TensorPlan:

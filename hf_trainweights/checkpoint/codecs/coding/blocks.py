@@ -259,18 +259,14 @@ class Chunks:
             flags.append(self.write(writer, part))
         return writer, flags
 
-    def all(self, writer: BlockWriter, flags: Sequence[bool]) -> EncodedTensor:
-        """Return the tensor, given what `encode` returned for all of its chunks."""
-        return EncodedTensor([self.complete(writer, flags), *self.others], {})
+    def finish(self, writer: BlockWriter, flags: Sequence[bool], earlier_sizes: Sequence[int] = ()) -> EncodedTensor:
+        """Return the tensor, or what comes after its earlier blocks if these have so many bytes; it takes all others.
 
-    def complete(self, writer: BlockWriter, flags: Sequence[bool], earlier_sizes: Sequence[int] = ()) -> Tensor:
-        """Return the rest of the payload: the writer's blocks and what comes behind those of the last chunk.
-
-        `flags` are those of all chunks, `earlier_sizes` those of blocks that are not in the writer.
+        `flags` are those of all chunks.
         """
         if self.has_flags:
             writer.write(np.array(flags, np.uint8))
-        return writer.payload(earlier_sizes)
+        return EncodedTensor([writer.payload(earlier_sizes), *self.others], {})
 
 
 class ChunkedCodec(Codec):
@@ -282,7 +278,7 @@ class ChunkedCodec(Codec):
 
     def _encode(self, tensor: Tensor, references: References) -> EncodedTensor:
         chunks = self._chunks(tensor, references)
-        return chunks.all(*chunks.encode(chunks.parts))
+        return chunks.finish(*chunks.encode(chunks.parts))
 
     @abstractmethod
     def _chunks(self, tensor: Tensor, references: References) -> Chunks:
