@@ -30,9 +30,8 @@ from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, ROLES, Codec
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.codecs.grouped import Grouped
-from hf_trainweights.checkpoint.codecs.log_rank1 import LogRank1
+from hf_trainweights.checkpoint.codecs.moments import LogRank1, UpdateSpace
 from hf_trainweights.checkpoint.codecs.planes import Planes, PlanesDelta, PlanesRank1
-from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
 from hf_trainweights.checkpoint.encoded.storage_tasks import Plan, TensorPlan
 from hf_trainweights.checkpoint.encoded.tree import Key, KeyPath
 from hf_trainweights.checkpoint.planning.roles import MOMENTS, is_optimizer_state, recorded_names

@@ -11,8 +11,7 @@ from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor, OwnAnchor, References
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.codecs.grouped import Grouped
-from hf_trainweights.checkpoint.codecs.log_rank1 import LogRank1
-from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
+from hf_trainweights.checkpoint.codecs.moments import LogRank1, UpdateSpace
 
 # A codec that is not listed is tested as its class makes it without arguments.
 _INSTANCES: dict[str, list[Codec]] = {

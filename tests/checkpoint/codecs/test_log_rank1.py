@@ -5,7 +5,7 @@ import pytest
 import torch
 from checkpoint.codecs.cases import bits_equal, decode, error
 
-from hf_trainweights.checkpoint.codecs.log_rank1 import LogRank1, _log2, _mantissas
+from hf_trainweights.checkpoint.codecs.moments import LogRank1, _log2, _mantissas
 from hf_trainweights.errors import ConfigError
 
 

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.codecs.base import ALL_DTYPES, LOSSY_DTYPES
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
-from hf_trainweights.checkpoint.codecs.log_rank1 import LogRank1
-from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
+from hf_trainweights.checkpoint.codecs.moments import LogRank1, UpdateSpace
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 quickly = settings(max_examples=100, deadline=None, derandomize=True, database=None)

@@ -2,7 +2,7 @@ import pytest
 import torch
 from checkpoint.codecs.cases import bits_equal, decode
 
-from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
+from hf_trainweights.checkpoint.codecs.moments import UpdateSpace
 from hf_trainweights.errors import ConfigError
 
 
@@ -48,7 +48,7 @@ def test_strange_moments_are_exact():
 
 
 def test_square_root_is_correctly_rounded():
-    from hf_trainweights.checkpoint.codecs.update_space import _unit
+    from hf_trainweights.checkpoint.codecs.moments import _unit
 
     squares = torch.rand(2**16, generator=torch.Generator().manual_seed(0)) * 1e-9
     assert torch.equal(torch.from_numpy(_unit(squares.numpy(), 1.0)), squares.double().sqrt().float())

@@ -166,7 +166,7 @@ static inline float power(int32_t level, uint32_t unit, float row, float column)
     return float_of((127u << 23) + unit * (uint32_t)level) * row * column;
 }
 
-// Return log2 of a positive number to within 8e-6, as `_log2` in log_rank1.py; another one gives any number.
+// Return log2 of a positive number to within 8e-6, as `_log2` in moments.py; another one gives any number.
 static inline float log2_of(float x) {
     int is_small = x < TINY;
     uint32_t bits = bits_of(is_small ? x * 0x1p32f : x), above = bits - 0x3f2aaaab;  // 2/3

@@ -12,8 +12,7 @@ from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedT
 from hf_trainweights.checkpoint.codecs.coding import compiled
 from hf_trainweights.checkpoint.codecs.coding.levels import EXACT, SAME, LevelWriter, _decode_levels
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
-from hf_trainweights.checkpoint.codecs.log_rank1 import LogRank1
-from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
+from hf_trainweights.checkpoint.codecs.moments import LogRank1, UpdateSpace
 from hf_trainweights.files import byte_planes
 
 pytestmark = [
