@@ -9,10 +9,9 @@ import inspect
 
 from hf_trainweights.checkpoint.codecs.base import ROLES, Codec
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
+from hf_trainweights.checkpoint.codecs.exact import Planes, PlanesDelta, PlanesRank1, Raw
 from hf_trainweights.checkpoint.codecs.grouped import Grouped
 from hf_trainweights.checkpoint.codecs.moments import LogRank1, UpdateSpace
-from hf_trainweights.checkpoint.codecs.planes import Planes, PlanesDelta, PlanesRank1
-from hf_trainweights.checkpoint.codecs.raw import Raw
 from hf_trainweights.errors import ConfigError
 
 _CODECS = (Raw, Planes, PlanesDelta, PlanesRank1, DeltaUniform, UpdateSpace, LogRank1, Grouped)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Params, References
 from hf_trainweights.checkpoint.codecs.coding.blocks import chunk_ranges
-from hf_trainweights.checkpoint.codecs.planes import Planes
+from hf_trainweights.checkpoint.codecs.exact import Planes
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats import get_format
 

@@ -18,9 +18,8 @@ from torch import Tensor
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Json, References
 from hf_trainweights.checkpoint.codecs.coding.blocks import BlockWriter, ChunkedCodec, Chunks
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
+from hf_trainweights.checkpoint.codecs.exact import Planes, Raw
 from hf_trainweights.checkpoint.codecs.moments import LogRank1, TileEncoder, UpdateSpace
-from hf_trainweights.checkpoint.codecs.planes import Planes
-from hf_trainweights.checkpoint.codecs.raw import Raw
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.decoder import Anchor
 from hf_trainweights.checkpoint.encoded.structure import payload_crc32

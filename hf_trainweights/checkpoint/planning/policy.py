@@ -29,9 +29,9 @@ from torch import Tensor
 from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, ROLES, Codec
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
+from hf_trainweights.checkpoint.codecs.exact import Planes, PlanesDelta, PlanesRank1
 from hf_trainweights.checkpoint.codecs.grouped import Grouped
 from hf_trainweights.checkpoint.codecs.moments import LogRank1, UpdateSpace
-from hf_trainweights.checkpoint.codecs.planes import Planes, PlanesDelta, PlanesRank1
 from hf_trainweights.checkpoint.encoded.storage_tasks import Plan, TensorPlan
 from hf_trainweights.checkpoint.encoded.tree import Key, KeyPath
 from hf_trainweights.checkpoint.planning.roles import MOMENTS, is_optimizer_state, recorded_names

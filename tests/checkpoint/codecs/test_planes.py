@@ -3,7 +3,7 @@ import torch
 from checkpoint.codecs.cases import bits_equal, decode
 
 from hf_trainweights.checkpoint.codecs.coding.blocks import BlockReader
-from hf_trainweights.checkpoint.codecs.planes import Planes, PlanesDelta
+from hf_trainweights.checkpoint.codecs.exact import Planes, PlanesDelta
 
 
 def normal(*shape, seed=0, scale=0.02):

@@ -2,9 +2,9 @@ import pytest
 import torch
 from checkpoint.codecs.cases import bits_equal, decode
 
-from hf_trainweights.checkpoint.codecs import planes
+from hf_trainweights.checkpoint.codecs import exact
 from hf_trainweights.checkpoint.codecs.coding.rank1 import decode_means, encode_means, log_means
-from hf_trainweights.checkpoint.codecs.planes import Planes, PlanesRank1
+from hf_trainweights.checkpoint.codecs.exact import Planes, PlanesRank1
 from hf_trainweights.errors import CorruptFileError
 
 
@@ -98,7 +98,7 @@ def test_a_shape_that_memory_does_not_hold_is_an_error_before_its_means_are_made
 
     tensor = squares(70, 90)
     encoded = PlanesRank1().encode(tensor)
-    monkeypatch.setattr(planes, "empty", full)
-    monkeypatch.delattr(planes, "decode_means")
+    monkeypatch.setattr(exact, "empty", full)
+    monkeypatch.delattr(exact, "decode_means")
     with pytest.raises(CorruptFileError, match="shape: expected a tensor that fits into memory"):
         decode(PlanesRank1(), encoded, tensor)

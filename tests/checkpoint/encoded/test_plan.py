@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
-from hf_trainweights.checkpoint.codecs.planes import PlanesDelta
+from hf_trainweights.checkpoint.codecs.exact import PlanesDelta
 from hf_trainweights.checkpoint.encoded.storage_tasks import with_steps
 from hf_trainweights.checkpoint.planning.policy import Policy
 

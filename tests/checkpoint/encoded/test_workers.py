@@ -15,7 +15,7 @@ import torch
 from trees import fingerprint, trained, write_anchor, written_bytes
 
 from hf_trainweights.checkpoint.codecs import CODECS
-from hf_trainweights.checkpoint.codecs.raw import Raw
+from hf_trainweights.checkpoint.codecs.exact import Raw
 from hf_trainweights.checkpoint.encoded import decoder, encoder, storage_tasks, workers
 from hf_trainweights.checkpoint.encoded.decoder import Anchor
 from hf_trainweights.checkpoint.encoded.storage_tasks import TensorPlan

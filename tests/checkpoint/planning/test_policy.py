@@ -8,8 +8,8 @@ import torch
 from trees import encoded_bytes, trained, write_anchor
 
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
+from hf_trainweights.checkpoint.codecs.exact import PlanesDelta
 from hf_trainweights.checkpoint.codecs.moments import LogRank1, UpdateSpace
-from hf_trainweights.checkpoint.codecs.planes import PlanesDelta
 from hf_trainweights.checkpoint.encoded.decoder import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import encode_file
 from hf_trainweights.checkpoint.encoded.storage_tasks import with_steps

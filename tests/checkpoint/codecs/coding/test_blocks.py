@@ -24,7 +24,7 @@ from hf_trainweights.checkpoint.codecs.coding.blocks import (
     tiles,
     to_float32,
 )
-from hf_trainweights.checkpoint.codecs.raw import Raw
+from hf_trainweights.checkpoint.codecs.exact import Raw
 from hf_trainweights.errors import CorruptFileError
 
 NOISE = np.random.default_rng(0).integers(0, 256, 5000, np.uint8)

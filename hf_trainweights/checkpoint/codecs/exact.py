@@ -1,6 +1,8 @@
-"""`planes`, `planes-delta`, `planes-rank1`: lossless; the bytes of equal significance are coded together.
+"""The lossless codecs: bytes as they are, and those of equal significance coded together.
 
-The tensor is cut into chunks of 2**18 components (a complex number is two). In each, every floating point
+The one payload of `raw` has the elements in row-major order, little-endian, and nothing else.
+
+`planes` cuts the tensor into chunks of 2**18 components (a complex number is two). In each, every floating point
 component is rotated left by one bit, so that the exponent fills the top byte and the sign goes to the lowest
 bit; then the bytes of each significance make one block, lowest first (see `blocks`). Mantissas are noise and
 stay as they are; exponents are coded.
@@ -19,7 +21,7 @@ The bit pattern of a positive float is nearly linear in its logarithm, so that a
 
 Its chunks are tiles of at most 2**18 elements (see `levels`).
 
-| payload | content |
+| payload of the others | content |
 |---|---|
 | 0 | chunks x itemsize blocks; but for `planes` then one block of a byte per chunk: 1 = difference, 0 = plain |
 | 1 | of `planes-rank1` alone: as in `rank1` |
@@ -35,7 +37,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, ROLES, OwnAnchor, Params, References
+from hf_trainweights.checkpoint.codecs.base import (
+    LOSSY_DTYPES,
+    ROLES,
+    Codec,
+    EncodedTensor,
+    OwnAnchor,
+    Params,
+    References,
+)
 from hf_trainweights.checkpoint.codecs.coding.blocks import (
     CHUNK,
     BlockReader,
@@ -64,6 +74,38 @@ from hf_trainweights.files.byte_planes import (
 _SAMPLE = 4096
 # Mantissa bits and bias of the exponent.
 _LAYOUTS = {torch.float32: (23, 127), torch.bfloat16: (7, 127), torch.float16: (10, 15)}
+
+
+@dataclass(frozen=True)
+class Raw(Codec):
+    """Stores bytes unchanged, for small tensors and for those that no codec makes smaller.
+
+    Examples:
+        >>> import torch
+        >>> encoded = Raw().encode(torch.tensor([1.0, -0.0]))
+        >>> Raw.decode(encoded.payloads, encoded.params, [2], torch.float32)
+        tensor([1., -0.])
+    """
+
+    codec_id: ClassVar[str] = "raw"
+    lossless: ClassVar[bool] = True
+    roles: ClassVar[tuple[str, ...]] = ROLES
+
+    def _encode(self, tensor: Tensor, references: References) -> EncodedTensor:
+        return EncodedTensor([tensor.reshape(-1).view(torch.uint8).clone()], {})
+
+    @classmethod
+    def _decode(
+        cls, payloads: Sequence[Tensor], params: Params, shape: torch.Size, dtype: torch.dtype, references: References
+    ) -> Tensor:
+        cls.check_count(payloads, 1)
+        payload = payloads[0]
+        expected_bytes = shape.numel() * dtype.itemsize
+        if payload.numel() != expected_bytes:
+            raise cls.corrupt("payload 0", f"{expected_bytes} bytes", f"{payload.numel()} bytes")
+        decoded = empty(shape, dtype)
+        decoded.view(-1).view(torch.uint8).copy_(payload)
+        return decoded
 
 
 @dataclass(frozen=True)
