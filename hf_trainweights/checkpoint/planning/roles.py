@@ -20,9 +20,6 @@ from hf_trainweights.checkpoint.encoded.tree import Key
 # Tensors of an optimizer's state that a mode treats by name; Adam keeps them for each parameter.
 MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})
 
-Paths = Mapping[str, Sequence[str | int]]
-"""The keys from which DCP's planner joined each name."""
-
 
 def is_optimizer_state(tree: object) -> TypeGuard[dict[str, Any]]:
     """Return whether a tree has the layout of `optimizer.state_dict()`, so that nobody stumbles over another."""
@@ -68,11 +65,9 @@ def _is_group(group: object) -> bool:
         return False
     if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
         return False
-    return "betas" not in group or _are_adams(group)
-
-
-def _are_adams(group: Mapping[str, Any]) -> bool:
-    betas = group["betas"]
+    if "betas" not in group:
+        return True
+    betas = group["betas"]  # Adam's
     if not isinstance(betas, tuple | list) or len(betas) != 2 or not is_number(group.get("lr")):
         return False
     return all(is_number(beta) and 0 <= beta < 1 for beta in betas)
@@ -146,10 +141,10 @@ def optimizer_states(names: Iterable[str]) -> dict[str, StateName]:
     return found
 
 
-def models(names: Iterable[str], paths: Paths) -> dict[str, dict[str, str]]:
+def models(names: Iterable[str], paths: Mapping[str, Sequence[str | int]]) -> dict[str, dict[str, str]]:
     """Sort the flattened names of weights and buffers by where their model's state dict stands, then own names.
 
-    `paths` are the keys from which DCP made a name; one without an entry stands at the top, "".
+    `paths` are the keys from which DCP's planner joined each name; one without an entry stands at the top, "".
 
     Examples:
         >>> models(["model.0.weight"], {"model.0.weight": ("model", "0.weight")})
