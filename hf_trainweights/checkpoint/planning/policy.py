@@ -203,13 +203,14 @@ class Policy:
         states, groups = state["state"], state["param_groups"]
         names = recorded_names(state) if names is None else names
         self._require_names(states, names)
-        adam = _adam_parameters(states, groups)
+        with_betas = {index for group in groups if "betas" in group for index in group["params"]}
         choose = self._chooser(names.get(index, str(index)) for index in states)
         plan: dict[KeyPath, TensorPlan] = {}
         for index, values in states.items():
             name = names.get(index, str(index))
+            is_adams = index in with_betas and _is_adams(values)
             for key, tensor in _tensors(values).items():
-                role = key if index in adam and key in MOMENTS else "other"
+                role = key if is_adams and key in MOMENTS else "other"
                 codecs = _codecs(choose(role, name), role, tensor)
                 moment = ("state", index, "exp_avg_sq") if UpdateSpace in map(type, codecs) else None
                 plan["state", index, key] = TensorPlan(role, name, codecs, exp_avg_sq=moment)
@@ -269,17 +270,10 @@ def _tensors(mapping: object) -> dict[Any, Tensor]:
     return {key: value for key, value in mapping.items() if isinstance(value, Tensor)}
 
 
-def _adam_parameters(states: Mapping[Any, Any], groups: list[Any]) -> set[Any]:
-    """Return the indices of parameters whose state is that of Adam or AdamW."""
-    found = set()
-    for index in (index for group in groups if "betas" in group for index in group["params"]):
-        values = _tensors(states.get(index))
-        if not values.keys() >= MOMENTS or not states[index].keys() <= _ADAM_STATE:
-            continue
-        exp_avg, exp_avg_sq = values["exp_avg"], values["exp_avg_sq"]
-        if exp_avg.shape == exp_avg_sq.shape and {exp_avg.dtype, exp_avg_sq.dtype} <= LOSSY_DTYPES:
-            found.add(index)
-    return found
+def _is_adams(state: Mapping[Any, Any]) -> bool:
+    """Return whether a parameter's state is that of Adam or AdamW."""
+    moments = [tensor for key, tensor in _tensors(state).items() if key in MOMENTS and tensor.dtype in LOSSY_DTYPES]
+    return len(moments) == 2 and moments[0].shape == moments[1].shape and state.keys() <= _ADAM_STATE
 
 
 def _steps_per_rms(choice: str | Codec, role: str, tensor: Tensor) -> int:
