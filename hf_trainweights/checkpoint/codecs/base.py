@@ -196,6 +196,11 @@ class Codec(ABC):
             raise cls.corrupt(f"parameter {name}", f"{smallest} to {largest}", repr(value)[:80])
         return value
 
+    @staticmethod
+    def spare_memory(references: References) -> Tensor | None:
+        """Return the anchor of an `OwnAnchor`, a tensor like the one to decode; None of other references."""
+        return references.get("anchor") if isinstance(references, OwnAnchor) else None
+
     @classmethod
     def needed(cls, references: References, name: str) -> Tensor:
         """Return the reference that the encoded tensor needs; CorruptFileError: it is missing."""

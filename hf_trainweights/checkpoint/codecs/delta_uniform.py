@@ -40,15 +40,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import (
-    LOSSY_DTYPES,
-    Codec,
-    EncodedTensor,
-    Json,
-    OwnAnchor,
-    Params,
-    References,
-)
+from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Json, Params, References
 from hf_trainweights.checkpoint.codecs.coding import compiled
 from hf_trainweights.checkpoint.codecs.coding.blocks import (
     Placed,
@@ -146,8 +138,7 @@ class DeltaUniform(Codec):
             near = None if anchor is None else rows_of(anchor, rows, columns, "anchor")
             _decode_tile(levels, near, _dither_starts(rows, columns, matrix[1], shift), step, out)
 
-        memory = anchor if isinstance(references, OwnAnchor) else None
-        return decode_tiles(cls, payloads, shape, dtype, decode, memory)
+        return decode_tiles(cls, payloads, shape, dtype, decode, cls.spare_memory(references))
 
 
 def _require_step(name: str, value: float) -> None:

@@ -37,15 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import (
-    LOSSY_DTYPES,
-    ROLES,
-    Codec,
-    EncodedTensor,
-    OwnAnchor,
-    Params,
-    References,
-)
+from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, ROLES, Codec, EncodedTensor, Params, References
 from hf_trainweights.checkpoint.codecs.coding.blocks import (
     CHUNK,
     BlockReader,
@@ -150,9 +142,9 @@ class Planes(ChunkedCodec):
         chunks = -(-count // CHUNK)
         reader = BlockReader(cls, payloads[0], chunks * itemsize + has_flags)
         is_delta = reader.read(chunks * itemsize, chunks) if has_flags else np.zeros(chunks, bool)
-        anchor = cls.needed(references, "anchor") if is_delta.any() else None
-        near = None if anchor is None else words_of(anchor)
-        decoded = anchor if anchor is not None and isinstance(references, OwnAnchor) else empty(shape, dtype)
+        near = words_of(cls.needed(references, "anchor")) if is_delta.any() else None
+        memory = cls.spare_memory(references)
+        decoded = empty(shape, dtype) if memory is None else memory
         decoded_words = words_of(decoded)
         for index, chunk in enumerate(chunk_ranges(count)):
             out = decoded_words[chunk]
