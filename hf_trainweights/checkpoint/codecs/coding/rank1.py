@@ -87,8 +87,6 @@ def _rough_logs(values: Tensor, dim: int, means: Tensor | None = None) -> tuple[
     logs = torch.from_numpy(np.multiply(bits, np.float32(2**-_LOG_BITS), dtype=np.float32, casting="unsafe")).sub_(127)
     if means is not None:
         logs.sub_(means.to(torch.float32) / MEAN_UNITS)
-    if x.size and x.min() > 0:
-        return logs, torch.full([x.shape[1 - dim]], float(x.shape[dim]), dtype=torch.float32)
     present = torch.from_numpy((x > 0).astype(np.float32))
     return logs.mul_(present), present.sum(dim)
 
