@@ -53,15 +53,7 @@ from hf_trainweights.checkpoint.codecs.coding.blocks import (
     tiles,
 )
 from hf_trainweights.checkpoint.codecs.coding.rank1 import MEAN_UNITS, decode_means, encode_means, log_means
-from hf_trainweights.files.byte_planes import (
-    WORDS,
-    compiled_for,
-    fold,
-    join_planes,
-    split_planes,
-    word_layout,
-    words_of,
-)
+from hf_trainweights.files.byte_planes import compiled_for, fold, join_planes, split_planes, word_layout, words_of
 
 _SAMPLE = 4096
 # Mantissa bits and bias of the exponent.
@@ -227,14 +219,15 @@ class PlanesRank1(ChunkedCodec):
         reader = BlockReader(cls, payloads[0], count * dtype.itemsize + 1)
         is_difference = reader.read(count * dtype.itemsize, count)
         # First of all, because numpy says by a MemoryError that the shape is too large, and torch by a RuntimeError.
-        decoded = empty(matrix, WORDS[dtype.itemsize])
+        decoded = empty(matrix, dtype)
+        words = words_of(decoded).reshape(matrix)
         predicted = _predictions(*decode_means(cls, payloads[1], *matrix), dtype)
         for index, (rows, columns) in enumerate(tiles(*matrix, CHUNK)):
-            out = decoded.numpy()[rows, columns]
+            out = words[rows, columns]
             _read_planes(reader, index * dtype.itemsize, out.reshape(-1), None if is_difference[index] else dtype)
             if is_difference[index]:
                 _undo_predicted_codes_(out, predicted[0][rows], predicted[1][columns])
-        return decoded.view(dtype).view(shape)
+        return decoded.view(shape)
 
 
 def _add_(codes: np.ndarray, near: np.ndarray) -> None:
@@ -309,8 +302,8 @@ def _predictions(row_means: Tensor, column_means: Tensor, dtype: torch.dtype) ->
     """Return the parts of rows, [R, 1], and of columns, [C], in a predicted bit pattern; words of the dtype's size."""
     mantissa_bits, bias = _LAYOUTS[dtype]
     unit = (1 << mantissa_bits) // MEAN_UNITS
-    rows = (row_means * unit + (bias << mantissa_bits))[:, None]
-    return rows.to(WORDS[dtype.itemsize]).numpy(), (column_means * unit).to(WORDS[dtype.itemsize]).numpy()
+    rows, columns = (row_means * unit + (bias << mantissa_bits))[:, None], column_means * unit
+    return rows.numpy().astype(f"i{dtype.itemsize}"), columns.numpy().astype(f"i{dtype.itemsize}")
 
 
 def _predicted_codes(words: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
