@@ -110,8 +110,7 @@ class DeltaUniform(Codec):
         # Errors are compared in float32, which may round them down.
         limit = (step if self.limit is None else self.limit) * (1 - 2**-22)
         shape = matrix_shape(tensor.shape)
-        names = ("anchor", "exp_avg_sq") if "anchor" in references else ()
-        near = {name: references[name].view(shape) for name in names if name in references}
+        near = {name: each.view(shape) for name, each in references.items()} if "anchor" in references else {}
         shift, writer = _shift(tensor), LevelWriter(tensor)
         for tile in tiles(*shape):
             anchor, moment = (
