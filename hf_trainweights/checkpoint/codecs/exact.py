@@ -232,11 +232,10 @@ class PlanesRank1(ChunkedCodec):
 
 def _add_(codes: np.ndarray, near: np.ndarray) -> None:
     """Undo in place what `_zigzag_` made of the differences of words to others."""
-    function = compiled_for("add", codes)
-    if function is None:
-        np.add(_unzigzag_(codes), near, out=codes)
-    else:
+    if function := compiled_for("add", codes):
         function(codes, near, len(codes))
+    else:
+        np.add(_unzigzag_(codes), near, out=codes)
 
 
 def _zigzag_(delta: np.ndarray) -> np.ndarray:
@@ -308,8 +307,7 @@ def _predictions(row_means: Tensor, column_means: Tensor, dtype: torch.dtype) ->
 
 def _predicted_codes(words: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """Return the codes of a contiguous matrix [R, C], given the predictions' parts, [R, 1] and [C]; maybe scratch."""
-    function = compiled_for("subtract_sums", words)
-    if function is not None:
+    if function := compiled_for("subtract_sums", words):
         codes = scratch("codes", words.shape, words.dtype)
         function(words, rows, columns, *words.shape, codes)
         return codes
@@ -323,8 +321,7 @@ def _predicted_codes(words: np.ndarray, rows: np.ndarray, columns: np.ndarray) -
 
 def _undo_predicted_codes_(codes: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> None:
     """Turn the codes of a contiguous matrix into words, in place."""
-    function = compiled_for("add_sums", codes)
-    if function is not None:
+    if function := compiled_for("add_sums", codes):
         function(codes, rows, columns, *codes.shape)
         return
     nonzero = codes != 0
