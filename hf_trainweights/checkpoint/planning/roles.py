@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -106,8 +105,7 @@ def _state_shapes(optimizer: Mapping[str, Any]) -> Counter[torch.Size] | None:
     return shapes or None
 
 
-@dataclass(frozen=True)
-class StateName:
+class StateName(NamedTuple):
     """The name of a value in an optimizer's state dict, which stands at `optimizer`, "" for the top.
 
     `parameter` may be a group's name; `key` is `exp_avg`, `exp_avg_sq`, `step`, `lr`, ...
