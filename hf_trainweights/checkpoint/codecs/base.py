@@ -103,12 +103,8 @@ class Codec(ABC):
         """Return what `encode` passes on of its arguments, contiguous on the CPU; it says what is raised."""
         if tensor.dtype not in self.dtypes or tensor.layout != torch.strided:
             known = ", ".join(sorted(str(dtype) for dtype in self.dtypes))
-            raise UnsupportedError(
-                f"codec {self.codec_id}",
-                f"a dense tensor of one of {known}",
-                f"{tensor.dtype}, {tensor.layout}",
-                "Use a lossless codec for this tensor.",
-            )
+            expected, found = f"a dense tensor of one of {known}", f"{tensor.dtype}, {tensor.layout}"
+            raise UnsupportedError(f"codec {self.codec_id}", expected, found, "Use a lossless codec for this tensor.")
         known = (*self.references, *self.hints)
         used = {name: references[name] for name in known if references and name in references}
         for name, reference in used.items():
@@ -168,12 +164,8 @@ class Codec(ABC):
     @classmethod
     def corrupt(cls, part: str, expected: str, found: str) -> CorruptFileError:
         """Return the error to raise when `part` of an encoded tensor is not as `encode` leaves it."""
-        return CorruptFileError(
-            f"codec {cls.codec_id}, {part}",
-            expected,
-            found,
-            "The data are damaged: restore them from a copy.",
-        )
+        next_step = "The data are damaged: restore them from a copy."
+        return CorruptFileError(f"codec {cls.codec_id}, {part}", expected, found, next_step)
 
     @classmethod
     def check_count(cls, payloads: Sequence[Tensor], expected: int) -> None:
