@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, write_file
+from hf_trainweights.checkpoint.encoded.decoder import decode_file
+from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 
 
@@ -35,17 +36,27 @@ def fingerprint(value: Any) -> Any:
     return type(value).__name__, repr(value)
 
 
+class Call:
+    """What `torch.save` writes as one call of `decode_file`."""
+
+    def __init__(self, *arguments: Any):
+        self.arguments = arguments
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return decode_file, self.arguments
+
+
 def encoded_bytes(encoded: EncodedFile) -> bytes:
     """The file as `torch.save` writes it."""
     file = io.BytesIO()
-    torch.save(encoded, file)
+    torch.save(Call(encoded.payload, encoded.structure), file)
     return file.getvalue()
 
 
 def written_bytes(tree: Any, plan: Any = None, **options: Any) -> bytes:
     """`tree` as an encoded file."""
     file = io.BytesIO()
-    write_file(file, tree, plan or {}, **options)
+    encode_file(tree, plan or {}, file, **options)
     return file.getvalue()
 
 

@@ -262,7 +262,7 @@ def test_weights_that_are_not_those_of_the_hash_are_refused(saver, tmp_path):
     saver.save(trained(), "1.0.0", CONFIG)
     path = tmp_path / "models" / "1.0.0"
     with open(path / "pytorch_model.bin", "wb") as file:
-        torch.save(encode_file(Net(8).state_dict(), {}), file)
+        encode_file(Net(8).state_dict(), {}, file)
     manifest = read_manifest(path)
     manifest.files["pytorch_model.bin"] = FileEntry.of(path / "pytorch_model.bin")
     write_manifest(path, manifest)

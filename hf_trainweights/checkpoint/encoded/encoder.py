@@ -9,7 +9,7 @@ import contextlib
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -42,52 +42,28 @@ _ZEROS = bytes(1 << 20)
 
 
 @dataclass(frozen=True)
-class WrittenFile:
-    """What became of a tree: its structure (see structure.py), a report on each storage, and its anchor."""
+class EncodedFile:
+    """What became of a tree: its structure (see structure.py), a report on each storage, and its anchor.
+
+    `payload` is empty where a file took it.
+    """
 
     structure: str = field(repr=False)
     report: tuple[TensorReport, ...] = field(repr=False)
     anchor_sha256: str | None
-
-
-@dataclass(frozen=True)
-class EncodedFile(WrittenFile):
-    """An encoded file in memory; `torch.save` writes it, as one call of `decode_file`.
-
-    Pass torch.save an open file, for it writes the name of a path into the file. Then equal trees and plans give equal
-    bytes.
-    """
-
     payload: Tensor = field(repr=False)
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Tensor, str]]:
-        return decode_file, (self.payload, self.structure)
 
 
 def encode_file(
     tree: Any,
     plan: Plan,
+    file: Writable | None = None,
     *,
     anchor: Anchor | BaseWeights | None = None,
     anchor_directory: Path | None = None,
     second_moments: Mapping[str, Tensor] | None = None,
 ) -> EncodedFile:
-    """Encode a tree in memory, for `torch.save`; arguments and errors are those of `write_file`."""
-    payload = Payload()
-    written = _encode(payload, tree, plan, anchor, anchor_directory, second_moments or {})
-    return EncodedFile(**vars(written), payload=payload.finish())
-
-
-def write_file(
-    file: Writable,
-    tree: Any,
-    plan: Plan,
-    *,
-    anchor: Anchor | BaseWeights | None = None,
-    anchor_directory: Path | None = None,
-    second_moments: Mapping[str, Tensor] | None = None,
-) -> WrittenFile:
-    """Encode a tree of tensors and plain values (see tree.py) into a file, which torch.load reads.
+    """Encode a tree of tensors and plain values (see tree.py) into a file, which torch.load reads, or in memory.
 
     Tensors are read one at a time, and what becomes of each is written at once, so memory beyond the tree is a few
     times the largest one. A tensor without a plan is stored exactly, and without an `anchor` without reference.
@@ -95,22 +71,9 @@ def write_file(
     of a base. `second_moments` have by the name in a weight's plan its `exp_avg_sq` in another file, a
     hint. UnstorableError names the key path.
     """
-    payload = FilePayload(file)
-    written = _encode(payload, tree, plan, anchor, anchor_directory, second_moments or {})
-    payload.complete(written.structure)
-    return written
-
-
-def _encode(
-    payload: Payload,
-    tree: Any,
-    plan: Plan,
-    anchor: Anchor | BaseWeights | None,
-    anchor_directory: Path | None,
-    second_moments: Mapping[str, Tensor],
-) -> WrittenFile:
     structure, storages = flatten(tree)
-    collector = _Collector(StorageTasks(storages, plan, anchor, second_moments), anchor, payload)
+    payload = Payload(file)
+    collector = _Collector(StorageTasks(storages, plan, anchor, second_moments or {}), payload)
     with torch.no_grad(), default_device_cpu():
         collector.work(worker_count(sum(storage.size_bytes for storage in storages)))
     for view in structure["tensors"]:
@@ -118,7 +81,7 @@ def _encode(
     used = anchor if any("anchor" in entry for entry in collector.entries) else None
     header = {"anchor": _anchor_entry(used, anchor_directory)} if used else {}
     text = seal_structure({"version": VERSION, **header, **structure, "storages": collector.entries})
-    return WrittenFile(text, tuple(collector.report), used and used.sha256)
+    return EncodedFile(text, tuple(collector.report), used and used.sha256, payload.complete(text))
 
 
 def _anchor_entry(anchor: Anchor | BaseWeights, directory: Path | None) -> dict[str, Json]:
@@ -137,8 +100,8 @@ class _Collector:
     `numbers` are those of storages in the file by their index.
     """
 
-    def __init__(self, tasks: StorageTasks, anchor: Anchor | BaseWeights | None, payload: Payload):
-        self._tasks, self._anchor, self._payload = tasks, anchor, payload
+    def __init__(self, tasks: StorageTasks, payload: Payload):
+        self._tasks, self._payload = tasks, payload
         self.numbers: dict[int, int] = {}
         self.entries: list[dict[str, Json]] = []
         self.report: list[TensorReport] = []
@@ -185,8 +148,8 @@ class _Collector:
         if coded.params:
             entry["params"] = coded.params
         # A codec that takes a planned reference is out if that is missing.
-        if "anchor" in coded.codec.references and self._anchor is not None and plan.anchor is not None:
-            entry["anchor"] = self._anchor.stored_name(plan.anchor)
+        if "anchor" in coded.codec.references and self._tasks.anchor is not None and plan.anchor is not None:
+            entry["anchor"] = self._tasks.anchor.stored_name(plan.anchor)
         moment = self._tasks.moments.get(coded.index)
         if "exp_avg_sq" in coded.codec.references and moment is not None:
             entry["exp_avg_sq"] = self.numbers[moment]
@@ -198,11 +161,18 @@ class _Collector:
 
 
 class Payload:
-    """Takes pieces, which come to lie at multiples of `ALIGNMENT_BYTES`; this one keeps them in memory."""
+    """Takes pieces, which come to lie at multiples of `ALIGNMENT_BYTES`, and keeps them in memory.
 
-    def __init__(self) -> None:
+    A binary file at its beginning, which need not seek, takes them at once instead. It becomes one call of
+    `decode_file`, and equal contents give equal bytes.
+    """
+
+    def __init__(self, file: Writable | None = None):
         self._memory = ByteBuffer()
+        self._archive = None if file is None else TorchZipWriter(file)
         self.size_bytes = 0
+        if self._archive is not None:
+            self._archive.begin("data/0")
 
     def append(self, piece: Tensor, crc32: int | None = None, *, continues: bool = False) -> None:
         """Append a 1-D uint8 CPU tensor, given its checksum if that is known; it may continue the piece before it."""
@@ -211,41 +181,30 @@ class Payload:
         self._put(piece.numpy().data, crc32)
 
     def finish(self) -> Tensor:
-        """Return all pieces and the padding after the last one, 1-D uint8."""
+        """Append the padding after the last piece, and return what is in memory, 1-D uint8."""
         self._pad(padded_length(self.size_bytes) - self.size_bytes)
         return torch.from_numpy(self._memory.finish())
+
+    def complete(self, structure: str) -> Tensor:
+        """Finish, and write the rest of a file: the structure, and what torch.load wants to know."""
+        kept = self.finish()
+        if self._archive is not None:
+            self._archive.end()
+            self._archive.add("data.pkl", pickled(self.size_bytes, structure))
+            self._archive.add("byteorder", b"little")
+            self._archive.add("version", b"3\n")
+            self._archive.finish()
+        return kept
 
     def _pad(self, count: int) -> None:
         for start in range(0, count, len(_ZEROS)):
             self._put(memoryview(_ZEROS)[: count - start], None)
 
     def _put(self, data: memoryview, crc32: int | None) -> None:
-        self._memory.append(np.frombuffer(data, np.uint8))
-        self.size_bytes += len(data)
-
-
-class FilePayload(Payload):
-    """A payload whose pieces go straight to a binary file at its beginning, which need not seek.
-
-    The file consists of one call of `decode_file`. Equal contents give equal bytes.
-    """
-
-    def __init__(self, file: Writable):
-        super().__init__()
-        self._archive = TorchZipWriter(file)
-        self._archive.begin("data/0")
-
-    def complete(self, structure: str) -> None:
-        """Write the rest of the file: the padding, the structure, and what torch.load wants to know."""
-        self.finish()
-        self._archive.end()
-        self._archive.add("data.pkl", pickled(self.size_bytes, structure))
-        self._archive.add("byteorder", b"little")
-        self._archive.add("version", b"3\n")
-        self._archive.finish()
-
-    def _put(self, data: memoryview, crc32: int | None) -> None:
-        self._archive.write(data, crc32)
+        if self._archive is None:
+            self._memory.append(np.frombuffer(data, np.uint8))
+        else:
+            self._archive.write(data, crc32)
         self.size_bytes += len(data)
 
 
@@ -260,7 +219,7 @@ class _Pickler(pickle.Pickler):
 
 
 def pickled(length: int, structure: str) -> bytes:
-    """Return the pickle that torch.save writes of an `EncodedFile` with so long a payload and a structure."""
+    """Return the pickle that torch.save writes of a call of `decode_file` with so long a payload and a structure."""
     # What a tensor of one dimension consists of, as torch pickles it; an empty one of numpy's has a stride of 0.
     payload: Any = partial(_rebuild_tensor_v2, range(length), 0, (length,), (min(length, 1),), False, OrderedDict())
     written = io.BytesIO()

@@ -140,7 +140,7 @@ Task = tuple[int, Callable[[], list[Coded] | Part]]
 
 
 class StorageTasks:
-    """The tasks of one file; `second_moments` are those of `write_file`."""
+    """The tasks of one file; `second_moments` are those of `encode_file`."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class StorageTasks:
         self.plans = [_plan_of(storage, plan) for storage in storages]
         owners = {path: index for index, storage in enumerate(storages) for path in storage.paths}
         self.moments = {i: owners[each.exp_avg_sq] for i, each in enumerate(self.plans) if each.exp_avg_sq in owners}
-        self._anchor = anchor
+        self.anchor = anchor
         self._second_moments = second_moments
 
     def __iter__(self) -> Iterator[Task]:
@@ -199,7 +199,7 @@ class StorageTasks:
     def _read(self, index: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a storage's elements and what it may be stored against in other files."""
         plan, tensor = self.plans[index], self.storages[index].read()
-        references = _anchor_reference(self._anchor, plan.anchor, tensor)
+        references = _anchor_reference(self.anchor, plan.anchor, tensor)
         if plan.role == "weight" and plan.name in self._second_moments:
             references["exp_avg_sq"] = self._second_moments[plan.name].detach().cpu()
         return tensor, references

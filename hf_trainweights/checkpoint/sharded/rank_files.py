@@ -31,7 +31,7 @@ from zlib_ng import zlib_ng
 
 from hf_trainweights.checkpoint.dcp.metadata import Place
 from hf_trainweights.checkpoint.encoded.decoder import Anchor
-from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, FilePayload, Payload, encode_file, pickled
+from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, Payload, encode_file, pickled
 from hf_trainweights.checkpoint.encoded.storage_tasks import Plan
 from hf_trainweights.checkpoint.encoded.structure import (
     ALIGNMENT_BYTES,
@@ -250,7 +250,7 @@ class _Joiner:
     """Writes items as one encoded file of their flat state dict, to a binary file at its beginning."""
 
     def __init__(self, file: Writable):
-        self._payload = FilePayload(file)
+        self._payload = Payload(file)
         self._storages: list[dict[str, Any]] = []
         self._tensors: list[dict[str, Any]] = []
         self._names: list[str] = []

@@ -23,7 +23,7 @@ from torch import Tensor
 from hf_trainweights.checkpoint.codecs.delta_uniform import rms_difference
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights, identify_base
 from hf_trainweights.checkpoint.encoded.decoder import Anchor
-from hf_trainweights.checkpoint.encoded.encoder import WrittenFile, write_file
+from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file
 from hf_trainweights.checkpoint.encoded.storage_tasks import Plan, with_steps
 from hf_trainweights.checkpoint.encoded.structure import Base, anchor_file_name
 from hf_trainweights.checkpoint.manifest import FileEntry, Manifest, read_manifest, write_manifest
@@ -166,7 +166,7 @@ class _Encoded(NamedTuple):
     outside the run that the anchor is.
     """
 
-    written: WrittenFile
+    written: EncodedFile
     anchor: AnchorRecord | None
     links: Sequence[Path] = ()
     base: Base | None = None
@@ -195,10 +195,10 @@ def _encode_delta(job: SaveJob, weights: Weights, candidate: WeightsAnchor, file
     written, record, links, base = None, weights.as_anchor, (), None
     if any(each.uses_anchor for each in plan.values()):
         moved = {} if is_exact or candidate.record.delta_rms else _drift_rms(candidate, job, weights, anchor)
-        written = write_file(
-            file,
+        written = encode_file(
             weights.state,
             with_steps(plan, candidate.step_rms or moved),
+            file,
             anchor=anchor,
             anchor_directory=job.path,
             second_moments=second_moments(weights.optimizer, weights.optimizer_names),
@@ -266,10 +266,10 @@ def _encode_full(job: SaveJob, weights: Weights, drift_rms: Mapping[str, float],
     if any(each.steps_per_rms for each in plan.values()) and not drift_rms:
         interval_steps = steps_since_last_save(job.path)
         drift_rms = expected_drift_rms(weights.optimizer, weights.optimizer_names, interval_steps)
-    return _Encoded(write_file(file, weights.state, with_steps(plan, drift_rms)), weights.as_anchor)
+    return _Encoded(encode_file(weights.state, with_steps(plan, drift_rms), file), weights.as_anchor)
 
 
-def _bits_per_weight(written: WrittenFile, weights: Mapping[str, Any]) -> float:
+def _bits_per_weight(written: EncodedFile, weights: Mapping[str, Any]) -> float:
     reports = [report for report in written.report if report.role == "weight"]
     elements = sum(weights[report.name].numel() for report in reports)
     return 8 * sum(report.bytes_out for report in reports) / max(elements, 1)
@@ -324,11 +324,11 @@ def save_weights(job: SaveJob, weights: Weights) -> tuple[dict[str, FileEntry], 
 def save_tree(job: SaveJob, name: str, tree: Any, plan: Plan) -> FileEntry:
     """Save another file of a checkpoint, encoded; UnstorableError names the key, and what was there is still there."""
     with job.open_file(name) as file:
-        written = write_file(file, tree, plan)
+        written = encode_file(tree, plan, file)
     return _entry(file, written)
 
 
-def _entry(file: DigestedFile, written: WrittenFile) -> FileEntry:
+def _entry(file: DigestedFile, written: EncodedFile) -> FileEntry:
     report = {"anchor": written.anchor_sha256, "tensors": [dict(vars(tensor)) for tensor in written.report]}
     return FileEntry(file.size_bytes, file.sha256(), report)
 

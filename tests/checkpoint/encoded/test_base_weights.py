@@ -163,9 +163,8 @@ def stored_and_loaded(state: dict[str, torch.Tensor], base: BaseWeights) -> tupl
         (name,): TensorPlan("weight", name, (CODECS["planes-delta"](),), anchor=name if name in named else None)
         for name in state
     }
-    encoded = encode_file(state, plan, anchor=named)
     file = io.BytesIO()
-    torch.save(encoded, file)
+    encoded = encode_file(state, plan, file, anchor=named)
     file.seek(0)
     return [entry.codec for entry in encoded.report], torch.load(file, weights_only=True)
 

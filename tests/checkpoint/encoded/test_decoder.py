@@ -111,9 +111,9 @@ def test_without_our_import_loading_fails_and_names_the_package(weights_only, tm
 def test_another_process_reads_the_file_with_our_import_alone_and_writes_the_same_bytes(tmp_path, state):
     path, again = write_encoded(tmp_path / "optimizer.pt", state), tmp_path / "another-name.bin"
     script = (
-        "import sys, torch; from hf_trainweights.checkpoint.encoded.encoder import write_file\n"
+        "import sys, torch; from hf_trainweights.checkpoint.encoded.encoder import encode_file\n"
         "state = torch.load(sys.argv[1], weights_only=True)\n"
-        "with open(sys.argv[2], 'wb') as file: write_file(file, state, {})"
+        "with open(sys.argv[2], 'wb') as file: encode_file(state, {}, file)"
     )
     run_fresh(script, path, again).check_returncode()
     assert again.read_bytes() == path.read_bytes()

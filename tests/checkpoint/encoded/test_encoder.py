@@ -12,7 +12,7 @@ from trees import encoded_bytes, fingerprint, stored, trained, write_anchor, wri
 from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor
 from hf_trainweights.checkpoint.encoded.decoder import Anchor
-from hf_trainweights.checkpoint.encoded.encoder import encode_file, write_file
+from hf_trainweights.checkpoint.encoded.encoder import encode_file
 from hf_trainweights.checkpoint.encoded.storage_tasks import TensorPlan
 from hf_trainweights.checkpoint.encoded.structure import cut_payload, open_structure
 from hf_trainweights.errors import UnstorableError
@@ -334,5 +334,5 @@ def test_save_writes_through_a_file_that_cannot_seek(weight):
             return len(data)
 
     with io.BufferedWriter(WriteOnly()) as file:
-        write_file(file, {"w": weight}, {})
+        encode_file({"w": weight}, {}, file)
     assert b"".join(chunks) == written_bytes({"w": weight})

@@ -15,7 +15,7 @@ from trees import fingerprint, small_tree, trained, write_anchor, written_bytes
 from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.encoded.decoder import Anchor
-from hf_trainweights.checkpoint.encoded.encoder import write_file
+from hf_trainweights.checkpoint.encoded.encoder import encode_file
 from hf_trainweights.checkpoint.encoded.storage_tasks import TensorPlan
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, padded_length
 from hf_trainweights.checkpoint.planning.policy import Policy
@@ -60,7 +60,7 @@ def test_flipped_bits_of_the_pickle_are_errors_whatever_its_length(text_length):
     """A flipped bit of a length makes pickle look for its next instruction anywhere: it must not find an end."""
     tree = {"name": "1.5 layers.0." * (text_length // 13), "w": torch.zeros(46 + text_length, dtype=torch.uint8)}
     file = io.BytesIO()
-    structure = write_file(file, tree, {("w",): TensorPlan("weight", "w", (CODECS["raw"](),))}).structure.encode()
+    structure = encode_file(tree, {("w",): TensorPlan("weight", "w", (CODECS["raw"](),))}, file).structure.encode()
     data = file.getvalue()
     start, stop = data.index(b"\x80\x02c"), data.index(structure) + 64
     end = stop + len(structure) - 64

@@ -13,12 +13,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trees import encoded_bytes, fingerprint, small_tree, trained, write_anchor
+from trees import Call, encoded_bytes, fingerprint, small_tree, trained, write_anchor
 
 from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.encoded import reader
 from hf_trainweights.checkpoint.encoded.decoder import Anchor, decode_file
-from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file
+from hf_trainweights.checkpoint.encoded.encoder import encode_file
 from hf_trainweights.checkpoint.encoded.reader import load_file, read_structure
 from hf_trainweights.checkpoint.encoded.storage_tasks import TensorPlan
 from hf_trainweights.checkpoint.encoded.structure import payload_crc32
@@ -323,13 +323,6 @@ def test_bomb_is_refused_in_little_memory(shape, codec_id):
 def test_file_that_calls_us_in_its_own_way_is_a_typed_error(tmp_path):
     payload, text = forged({"version": 1, "storages": [], "tensors": [], "tree": [1]})
 
-    class Call:
-        def __init__(self, *arguments):
-            self.arguments = arguments
-
-        def __reduce__(self):
-            return decode_file, self.arguments
-
     for arguments in ((), (text,), (payload,), (payload, text, 1), (None, None), (text, payload)):
         torch.save(Call(*arguments), tmp_path / "call.pt")
         with pytest.raises(CorruptFileError, match=r"call\.pt"):
@@ -346,6 +339,6 @@ def test_every_error_of_this_package_is_one_of_its_own():
     structure["storages"][0]["shape"] = [HUGE]
     file = io.BytesIO()
     data, text = forged(structure, payload)
-    torch.save(EncodedFile(text, (), None, data), file)
+    torch.save(Call(data, text), file)
     with pytest.raises(TrainWeightsError, match="shape: expected no more than 4 stored bytes can hold"):
         load_bytes(file.getvalue())

@@ -218,7 +218,7 @@ def test_a_full_disk_ends_all_workers(use_workers, count):
 
     use_workers(count)
     with pytest.raises(OSError, match="No space left"):
-        encoder.write_file(Full(), {name: torch.randn(5000) for name in "abcdef"}, {})
+        encoder.encode_file({name: torch.randn(5000) for name in "abcdef"}, {}, Full())
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -65,7 +65,7 @@ class TrainingStates(Target):
             return self._save(tree)
         plan = {(name,): TensorPlan("weight", str(name), tuple(codec() for codec in _LOSSLESS)) for name in ("w", 0)}
         file = io.BytesIO()
-        torch.save(encode_file(tree, plan), file)
+        encode_file(tree, plan, file)
         file.seek(0)
         _require_same(tree, torch.load(file, weights_only=True))
         return Outcome.ACCEPTED
