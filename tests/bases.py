@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_trainweights.checkpoint.encoded import base_weights, reader
+from hf_trainweights.checkpoint.encoded import reader
 
 REPOSITORY = "tester/tiny"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -30,8 +30,8 @@ def weights(step: int = 0) -> dict[str, Tensor]:
 
 def forget_directories(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the process forget where other tests had anchors and bases."""
-    for module in (reader, base_weights):
-        monkeypatch.setattr(module, "_directories", {})
+    for registry in ("_directories", "_base_directories"):
+        monkeypatch.setattr(reader, registry, {})
 
 
 def put_into_cache(

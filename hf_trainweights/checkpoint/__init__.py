@@ -14,7 +14,7 @@ if TYPE_CHECKING:
         latest,
         restore_directory,
     )
-    from hf_trainweights.checkpoint.encoded.base_weights import register_base
+    from hf_trainweights.checkpoint.encoded.reader import register_base
     from hf_trainweights.checkpoint.loop.manager import CheckpointManager
     from hf_trainweights.checkpoint.loop.training_state import (
         build_checkpoint,
@@ -61,7 +61,7 @@ __getattr__ = _lazy(
         "find_checkpoints": "directory",
         "latest": "directory",
         "load_checkpoint": "loop.training_state",
-        "register_base": "encoded.base_weights",
+        "register_base": "encoded.reader",
         "register_codec": "codecs",
         "restore_checkpoint": "loop.training_state",
         "restore_directory": "directory",

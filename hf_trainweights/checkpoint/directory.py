@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_trainweights.checkpoint.dcp.reader import dcp_directories
-from hf_trainweights.checkpoint.encoded.base_weights import find_base
-from hf_trainweights.checkpoint.encoded.reader import register_anchor_directory
+from hf_trainweights.checkpoint.encoded.reader import find_base, register_anchor_directory
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_trainweights.checkpoint.planning.policy import ModeName, Policy

@@ -9,7 +9,7 @@ import torch
 from bases import COMMIT, REPOSITORY, forget_directories, put_into_cache, trainer_checkpoint, weights, write
 from command_line import run, run_json, unwrapped
 
-from hf_trainweights.checkpoint.encoded import base_weights
+from hf_trainweights.checkpoint.encoded import reader
 
 
 @pytest.fixture(autouse=True)
@@ -50,14 +50,14 @@ def test_a_local_base_is_named_again_or_kept(plain_run: Path, tmp_path: Path, mo
     mine.mkdir()
     write(mine / "model.safetensors", weights())
     run_json("checkpoint", "compress", plain_run, "--anchor", mine / "model.safetensors")
-    monkeypatch.setattr(base_weights, "_directories", {})
+    monkeypatch.setattr(reader, "_base_directories", {})
     run_json("checkpoint", "verify", plain_run, exit_code=1)
     run_json("checkpoint", "verify", plain_run, "--base", mine)
-    monkeypatch.setattr(base_weights, "_directories", {})
+    monkeypatch.setattr(reader, "_base_directories", {})
     run_json("checkpoint", "restore", plain_run, "--base", mine)
     run_json("checkpoint", "compress", plain_run, "--anchor", mine, "--keep-base")
     (mine / "model.safetensors").unlink()
-    monkeypatch.setattr(base_weights, "_directories", {})
+    monkeypatch.setattr(reader, "_base_directories", {})
     assert run_json("checkpoint", "ls", plain_run)[1]["needs"] == f"weights of {mine}, kept in the run"
     run_json("checkpoint", "verify", plain_run)
 

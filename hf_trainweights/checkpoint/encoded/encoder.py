@@ -23,8 +23,7 @@ from zlib_ng import zlib_ng
 
 from hf_trainweights.checkpoint.codecs.base import Json
 from hf_trainweights.checkpoint.codecs.coding.blocks import ByteBuffer
-from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
-from hf_trainweights.checkpoint.encoded.decoder import Anchor, decode_file
+from hf_trainweights.checkpoint.encoded.decoder import Anchor, BaseWeights, decode_file
 from hf_trainweights.checkpoint.encoded.storage_tasks import Coded, Part, Plan, StorageTasks, kept_bytes
 from hf_trainweights.checkpoint.encoded.structure import (
     ALIGNMENT_BYTES,

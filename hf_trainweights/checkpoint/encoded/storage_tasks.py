@@ -20,8 +20,7 @@ from hf_trainweights.checkpoint.codecs.coding.blocks import BlockWriter, Chunked
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.codecs.exact import Planes, Raw
 from hf_trainweights.checkpoint.codecs.moments import LogRank1, TileEncoder, UpdateSpace
-from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
-from hf_trainweights.checkpoint.encoded.decoder import Anchor
+from hf_trainweights.checkpoint.encoded.decoder import Anchor, BaseWeights
 from hf_trainweights.checkpoint.encoded.structure import payload_crc32
 from hf_trainweights.checkpoint.encoded.tree import KeyPath, Storage, path_text
 from hf_trainweights.errors import QuantizationError, UnsupportedError

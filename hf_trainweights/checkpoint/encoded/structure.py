@@ -32,7 +32,7 @@ directory that may keep them under their own digests, and a storage's `anchor` i
              "commit": "<40 hexadecimal digits>"}
 
 Weights that are not in the Hub's cache have `path` in the place of the last two: where they lay, for people to read. A
-reader never opens it (base_weights.py).
+reader never opens it.
 """
 
 from __future__ import annotations

@@ -26,8 +26,7 @@ from torch import Tensor
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES
 from hf_trainweights.checkpoint.codecs.coding.blocks import chunk_ranges
 from hf_trainweights.checkpoint.codecs.delta_uniform import rms_difference
-from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
-from hf_trainweights.checkpoint.encoded.decoder import MOST_ANCHORS, Anchor
+from hf_trainweights.checkpoint.encoded.decoder import MOST_ANCHORS, Anchor, BaseWeights
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_structure, verify_anchor
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, anchor_file_name
 from hf_trainweights.checkpoint.encoded.workers import in_order, worker_count

@@ -17,14 +17,15 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
-from hf_trainweights.checkpoint.encoded.base_weights import (
-    BaseWeights,
+from hf_trainweights.checkpoint.encoded.decoder import BaseWeights
+from hf_trainweights.checkpoint.encoded.reader import (
     cached_snapshots,
     identify_base,
+    is_encoded,
+    read_report,
     register_base,
     require_weights,
 )
-from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_report
 from hf_trainweights.checkpoint.manifest import (
     MANIFEST_NAME,
     FileEntry,

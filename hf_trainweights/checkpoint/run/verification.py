@@ -13,9 +13,9 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from hf_trainweights.checkpoint.encoded.base_weights import find_base
 from hf_trainweights.checkpoint.encoded.decoder import open_anchor
 from hf_trainweights.checkpoint.encoded.reader import (
+    find_base,
     is_encoded,
     load_file,
     read_structure,

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.delta_uniform import rms_difference
-from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights, identify_base
-from hf_trainweights.checkpoint.encoded.decoder import Anchor
+from hf_trainweights.checkpoint.encoded.decoder import Anchor, BaseWeights
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file
+from hf_trainweights.checkpoint.encoded.reader import identify_base
 from hf_trainweights.checkpoint.encoded.storage_tasks import Plan, with_steps
 from hf_trainweights.checkpoint.encoded.structure import Base, anchor_file_name
 from hf_trainweights.checkpoint.manifest import FileEntry, Manifest, read_manifest, write_manifest

@@ -12,16 +12,10 @@ import torch
 from bases import COMMIT, REPOSITORY, put_into_cache, weights, write
 
 from hf_trainweights.checkpoint.codecs import CODECS
-from hf_trainweights.checkpoint.encoded import base_weights, decoder
-from hf_trainweights.checkpoint.encoded.base_weights import (
-    BaseWeights,
-    find_base,
-    identify_base,
-    matching_names,
-    register_base,
-    require_weights,
-)
+from hf_trainweights.checkpoint.encoded import decoder, reader
+from hf_trainweights.checkpoint.encoded.decoder import BaseWeights, matching_names
 from hf_trainweights.checkpoint.encoded.encoder import encode_file
+from hf_trainweights.checkpoint.encoded.reader import find_base, identify_base, register_base, require_weights
 from hf_trainweights.checkpoint.encoded.storage_tasks import Plan, TensorPlan
 from hf_trainweights.checkpoint.encoded.structure import Base
 from hf_trainweights.errors import ConfigError, CorruptFileError, MissingAnchorError
@@ -32,7 +26,7 @@ ELSEWHERE = Path("relative")
 
 @pytest.fixture(autouse=True)
 def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base_weights, "_directories", {})
+    monkeypatch.setattr(reader, "_base_directories", {})
 
 
 @pytest.fixture
@@ -52,7 +46,7 @@ def test_a_snapshot_is_identified_by_repository_and_commit_and_found_again(snaps
     base = identify_base(snapshot)
     sha256 = file_sha256((snapshot / "model.safetensors").resolve())
     assert base == Base({"model.safetensors": sha256}, REPOSITORY, COMMIT)
-    monkeypatch.setattr(base_weights, "_directories", {})
+    monkeypatch.setattr(reader, "_base_directories", {})
     assert find_base(base, ELSEWHERE) == {"model.safetensors": (snapshot / "model.safetensors").resolve()}
 
 
@@ -81,13 +75,13 @@ def test_a_changed_base_is_an_error_that_names_commit_and_digest(snapshot: Path)
 
 def test_a_link_out_of_the_cache_is_refused_before_it_is_opened(snapshot: Path, tmp_path: Path, monkeypatch) -> None:
     base = identify_base(snapshot)
-    monkeypatch.setattr(base_weights, "_directories", {})
+    monkeypatch.setattr(reader, "_base_directories", {})
     victim = tmp_path / "victim"
     write(victim, weights())
     (snapshot / "model.safetensors").unlink()
     (snapshot / "model.safetensors").symlink_to(victim)
     opened: list[str] = []
-    monkeypatch.setattr(base_weights, "sha256_once", lambda path: opened.append(str(path)) or "")
+    monkeypatch.setattr(reader, "sha256_once", lambda path: opened.append(str(path)) or "")
     with pytest.raises(CorruptFileError, match="a link to"):
         find_base(base, ELSEWHERE)
     assert opened == []
@@ -105,7 +99,7 @@ def test_a_fifo_in_the_place_of_a_base_is_not_waited_for(snapshot: Path) -> None
 def test_a_local_base_is_found_only_where_the_caller_has_named_its_directory(local: Path, monkeypatch) -> None:
     base = identify_base(local)
     assert base.path == str(local)
-    monkeypatch.setattr(base_weights, "_directories", {})
+    monkeypatch.setattr(reader, "_base_directories", {})
     with pytest.raises(MissingAnchorError, match=f"weights of {local}.*register_base"):
         find_base(base, ELSEWHERE)
     register_base(local)
@@ -114,7 +108,7 @@ def test_a_local_base_is_found_only_where_the_caller_has_named_its_directory(loc
 
 def test_kept_files_are_found_under_their_digests(local: Path, tmp_path: Path, monkeypatch) -> None:
     base = identify_base(local)
-    monkeypatch.setattr(base_weights, "_directories", {})
+    monkeypatch.setattr(reader, "_base_directories", {})
     kept = tmp_path / f"{base.files['model.safetensors']}.anchor"
     (local / "model.safetensors").rename(kept)
     assert find_base(base, tmp_path) == {"model.safetensors": kept}

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_trainweights import TrainWeightsCheckpointCallback, latest
 from hf_trainweights.checkpoint import CheckpointManager, find_checkpoints
-from hf_trainweights.checkpoint.encoded import base_weights
+from hf_trainweights.checkpoint.encoded import reader
 from hf_trainweights.checkpoint.manifest import read_manifest
 from hf_trainweights.checkpoint.run.job import BaseChoice, RunBase
 from hf_trainweights.errors import ConfigError, MissingAnchorError, UnsupportedError
@@ -117,7 +117,7 @@ def test_a_model_from_a_directory_needs_the_directory_and_the_callback_finds_it_
     base = read_manifest(tmp_path / "run" / "checkpoint-4").base
     assert base is not None
     assert (base.repository, base.path) == (None, str(mine))
-    base_weights._directories.clear()
+    reader._base_directories.clear()
     resumed, _ = trainer_of(tmp_path / "run", TrainWeightsCheckpointCallback(anchor="base"), model=load(mine))
     resumed.train(resume_from_checkpoint=latest(tmp_path / "run"))
     assert resumed.state.global_step == 8

@@ -13,7 +13,7 @@ import torch
 from bases import COMMIT, REPOSITORY, forget_directories, put_into_cache, trainer_checkpoint, weights, write
 
 from hf_trainweights.checkpoint.directory import collect_garbage, compress_directory, latest, restore_directory
-from hf_trainweights.checkpoint.encoded import base_weights
+from hf_trainweights.checkpoint.encoded import reader
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from hf_trainweights.checkpoint.run.verification import BASE_PROBLEM, verify_checkpoint
@@ -206,7 +206,7 @@ def test_with_keep_base_any_directory_may_be_deleted_and_the_base_too(
     assert (kept[0].stat().st_ino == original) == (kind == "cache")  # others may write over a local base where it is
     assert collect_garbage(run) == []
     shutil.rmtree(base)
-    monkeypatch.setattr(base_weights, "_directories", {})
+    monkeypatch.setattr(reader, "_base_directories", {})
     for gone in (1, 3):
         shutil.rmtree(run / f"checkpoint-{gone}")
         for path in run.iterdir():
@@ -248,7 +248,7 @@ def test_a_manifest_that_names_a_base_elsewhere_is_refused(
     content = json.loads(path.read_text())
     content["base"] |= change
     path.write_bytes(sign_json(content))
-    monkeypatch.setattr(base_weights, "sha256_once", lambda opened: pytest.fail(f"{opened} was opened"))
+    monkeypatch.setattr(reader, "sha256_once", lambda opened: pytest.fail(f"{opened} was opened"))
     with pytest.raises(CorruptFileError, match="base"):
         read_manifest(tmp_path / "checkpoint-1")
     assert not verify_checkpoint(tmp_path / "checkpoint-1").intact
@@ -259,6 +259,6 @@ def test_a_path_in_a_manifest_is_shown_and_never_opened(tmp_path: Path, monkeypa
     mine.mkdir()
     write(mine / "model.safetensors", weights())
     small(tmp_path, 1, mine)
-    monkeypatch.setattr(base_weights, "_directories", {})
+    monkeypatch.setattr(reader, "_base_directories", {})
     with pytest.raises(MissingAnchorError, match=f"weights of {mine}.*register_base"):
         load_file(tmp_path / "checkpoint-1" / "pytorch_model.bin")

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from trees import each_flipped_bit
 
 from hf_trainweights.checkpoint.directory import compress_directory, latest, restore_directory
-from hf_trainweights.checkpoint.encoded import base_weights, reader
+from hf_trainweights.checkpoint.encoded import reader
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -261,7 +261,7 @@ def test_an_anchor_is_found_under_its_own_name_in_the_checkpoint_that_wrote_it(s
 
 
 def test_a_checkpoint_whose_base_is_gone_is_passed_over(tmp_path, monkeypatch):
-    monkeypatch.setattr(base_weights, "_directories", {})  # other tests have registered theirs in this process
+    monkeypatch.setattr(reader, "_base_directories", {})  # other tests have registered theirs in this process
     base = tmp_path / "base"
     base.mkdir()
     weight = torch.randn(64, 80, generator=torch.Generator().manual_seed(0))
