@@ -5,18 +5,18 @@ torch.load makes the call, and gets plain tensors. The layout is described in st
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file as load_safetensors
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs import CODECS
@@ -101,8 +101,7 @@ def _decode_storages(structure: Mapping[str, Any], payload: Tensor) -> list[Tens
 
     sizes = [decoded_bytes(entry) for entry in entries]
     tasks = ((size_bytes, partial(decode, index)) for index, size_bytes in enumerate(sizes))
-    with contextlib.closing(in_order(tasks, worker_count(sum(sizes)))) as results:
-        return list(results)
+    return list(in_order(tasks, worker_count(sum(sizes))))
 
 
 def _decode_storage(
@@ -239,11 +238,12 @@ class BaseWeights:
     def __init__(self, base: Base, directory: Path):
         self.base, self.sha256 = base, base.sha256
         self.files = find_base(base, directory)
-        self._readers: dict[str, Callable[[], Tensor]] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        for name, path in self.files.items():
-            self._open(name, path)
-        self._stored_names = {name: name for name in self._readers}
+        self._tensors: dict[str, Tensor] = {}
+        for file_name, path in self.files.items():
+            for name, tensor in self._mapped(file_name, path).items():
+                if type(name) is str and type(tensor) in (Tensor, torch.nn.Parameter) and tensor.dtype in ALL_DTYPES:
+                    self._tensors[name] = tensor
+        self._stored_names = {name: name for name in self._tensors}
 
     def __contains__(self, name: object) -> bool:
         return name in self._stored_names
@@ -259,10 +259,7 @@ class BaseWeights:
         """Return one tensor as stored, contiguous on the CPU, not to be written to: it may be mapped from a file."""
         if name not in self._stored_names:
             raise corrupt(str(self.base), f"a base that holds {name}", "others only")
-        try:
-            return self._readers[self._stored_names[name]]().detach().contiguous()
-        except SafetensorError as error:
-            raise corrupt(f"{self.base}, {name}", "a readable tensor", error) from error
+        return self._tensors[self._stored_names[name]].detach().contiguous()
 
     def named_as(self, weights: Mapping[str, Any]) -> Self:
         """Give the tensors the names that they have in a checkpoint's flat state dict; the others go.
@@ -271,33 +268,25 @@ class BaseWeights:
         before a name without or with the prefix, and a shape must fit. Of tied weights one is enough.
         """
         shapes = {name: tuple(each.shape) for name, each in weights.items() if isinstance(each, Tensor)}
-        names = matching_names(shapes, self._shapes)
+        stored_shapes = {name: tuple(each.shape) for name, each in self._tensors.items()}
+        names = matching_names(shapes, stored_shapes)
         places = {weights[name].data_ptr(): stored for name, stored in names.items() if weights[name].data_ptr()}
         tied = {name: places[weights[name].data_ptr()] for name in shapes if weights[name].data_ptr() in places}
-        self._stored_names = {name: stored for name, stored in tied.items() if shapes[name] == self._shapes[stored]}
+        self._stored_names = {name: stored for name, stored in tied.items() if shapes[name] == stored_shapes[stored]}
         self._stored_names |= names
         return self
 
-    def _open(self, name: str, path: Path) -> None:
-        if not name.endswith(".safetensors"):
-            self._open_torch_file(path)
-            return
-        try:
-            file = safe_open(path, framework="pt")
-            for each in file.keys():  # noqa: SIM118 (it is no dict)
-                self._readers[each] = lambda each=each: file.get_tensor(each)
-                self._shapes[each] = tuple(file.get_slice(each).get_shape())
-        except SafetensorError as error:
-            raise corrupt(f"{name} of {self.base}", "a safetensors file", error) from error
-
-    def _open_torch_file(self, path: Path) -> None:
+    def _mapped(self, name: str, path: Path) -> dict[Any, Any]:
+        """Return what a file of the base holds; its tensors are mapped, so none is read before it is needed."""
+        if name.endswith(".safetensors"):
+            try:
+                return load_safetensors(path)
+            except SafetensorError as error:
+                raise corrupt(f"{name} of {self.base}", "a safetensors file", error) from error
         state = None if is_encoded(path) else load_file(path, mmap=True)
         if not isinstance(state, dict):
             raise corrupt(f"{path} of {self.base}", "a plain state dict", type(state).__name__)
-        for name, tensor in state.items():
-            if isinstance(name, str) and type(tensor) in (Tensor, torch.nn.Parameter) and tensor.dtype in ALL_DTYPES:
-                self._readers[name] = lambda tensor=tensor: tensor
-                self._shapes[name] = tuple(tensor.shape)
+        return state
 
 
 def matching_names(weights: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
