@@ -136,13 +136,13 @@ class _Flattener:
             found = "a container that contains itself" if id(value) in self._open else "a deeper one"
             raise UnstorableError(path_text(path), f"a tree at most {MAX_DEPTH} deep", found, "Flatten it.")
         self._open.append(id(value))
-        node = self._mapping_node(value, path) if type(value) in _MAPPING_KINDS else self._sequence_node(value, path)
+        if type(value) in _MAPPING_KINDS:
+            node: Json = self._mapping_node(value, path)
+        else:
+            items: list[Json] = [self.node(item, (*path, index)) for index, item in enumerate(value)]
+            node = items if type(value) is list else {"tuple": items}
         self._open.pop()
         return node
-
-    def _sequence_node(self, sequence: Sequence[Any], path: KeyPath) -> Json:
-        items: list[Json] = [self.node(item, (*path, index)) for index, item in enumerate(sequence)]
-        return items if type(sequence) is list else {"tuple": items}
 
     def _mapping_node(self, mapping: Mapping[Any, Any], path: KeyPath) -> dict[str, Json]:
         items: Json = []
