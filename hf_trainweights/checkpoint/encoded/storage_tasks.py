@@ -134,12 +134,11 @@ def kept_bytes(result: list[Coded] | Part) -> int:
     return sum(piece.numel() for coded in result for piece, _ in coded.pieces)
 
 
-# What one takes up in bytes, and what it does.
-Task = tuple[int, Callable[[], list[Coded] | Part]]
-
-
 class StorageTasks:
-    """The tasks of one file; `second_moments` are those of `encode_file`."""
+    """The tasks of one file: what each takes up in bytes, and what it does.
+
+    `second_moments` are those of `encode_file`.
+    """
 
     def __init__(
         self,
@@ -155,7 +154,7 @@ class StorageTasks:
         self.anchor = anchor
         self._second_moments = second_moments
 
-    def __iter__(self) -> Iterator[Task]:
+    def __iter__(self) -> Iterator[tuple[int, Callable[[], list[Coded] | Part]]]:
         for unit in self._units():
             size_bytes = sum(self.storages[index].size_bytes for index in unit)
             large = self._large_storage(unit[0], size_bytes) if len(unit) == 1 else None
