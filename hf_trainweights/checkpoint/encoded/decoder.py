@@ -139,20 +139,15 @@ def _decode_storage(
 def open_anchor(entry: Mapping[str, Any]) -> Anchor | BaseWeights:
     """Open what a file is stored against, given the `anchor` in its structure, and all files that reading that takes.
 
-    MissingAnchorError: one of them is found nowhere. CorruptFileError: one is damaged.
-    """
-    if "base" in entry:
-        return BaseWeights(Base.from_dict("the anchor's base", entry["base"]), Path(entry["path"]).parent)
-    return keep_open(find_anchor(entry["sha256"], entry["path"]), entry["sha256"])
-
-
-def keep_open(path: Path, sha256: str) -> Anchor:
-    """Return an anchor that `find_anchor` found, the same object until another one is asked for or a file changes.
-
-    Each item of a sharded checkpoint asks for it, and opening one takes the longer the more weights it has. Meanwhile
-    its bytes stay on the disk even if its last link goes. Windows removes no open file, so none is kept there.
+    An anchor is kept open until another one is asked for or a file changes: each item of a sharded checkpoint asks for
+    it, and opening one takes the longer the more weights it has. Meanwhile its bytes stay on the disk even if its last
+    link goes. Windows removes no open file, so none is kept there.
+    MissingAnchorError: one of the files is found nowhere. CorruptFileError: one is damaged.
     """
     global _kept
+    if "base" in entry:
+        return BaseWeights(Base.from_dict("the anchor's base", entry["base"]), Path(entry["path"]).parent)
+    sha256, path = entry["sha256"], find_anchor(entry["sha256"], entry["path"])
     kept = _kept  # another thread may keep another one meanwhile
     if kept is not None and kept[0].sha256 == sha256 and all(map(_is_unchanged, kept[0].files, kept[1])):
         return kept[0]
@@ -179,6 +174,7 @@ class Anchor:
 
     def __init__(self, path: str | Path, *, sha256: str | None = None, most_files: int = MOST_ANCHORS):
         self.path = Path(path).absolute()
+        self.directory = self.path.parent
         self.sha256 = sha256 or verify_anchor(self.path)
         loaded = load_undecoded(self.path)
         self._structure = loaded.structure
@@ -236,7 +232,7 @@ class BaseWeights:
     """
 
     def __init__(self, base: Base, directory: Path):
-        self.base, self.sha256 = base, base.sha256
+        self.base, self.sha256, self.directory = base, base.sha256, directory
         self.files = find_base(base, directory)
         self._tensors: dict[str, Tensor] = {}
         for file_name, path in self.files.items():

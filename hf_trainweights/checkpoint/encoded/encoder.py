@@ -84,12 +84,8 @@ def encode_file(
 
 
 def _anchor_entry(anchor: Anchor | BaseWeights, directory: Path | None) -> dict[str, Json]:
-    name = anchor_file_name(anchor.sha256)
-    if isinstance(anchor, BaseWeights):
-        path, base = Path(name), {"base": anchor.base.to_dict()}
-    else:
-        path, base = anchor.path.with_name(name), {}
-    path = path if directory is None else (directory / name).absolute()
+    path = (directory or anchor.directory).absolute() / anchor_file_name(anchor.sha256)
+    base: dict[str, Json] = {"base": anchor.base.to_dict()} if isinstance(anchor, BaseWeights) else {}
     return {"sha256": anchor.sha256, "path": str(path), **base}
 
 

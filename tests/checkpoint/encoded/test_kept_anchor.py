@@ -23,4 +23,5 @@ def test_an_anchor_is_that_which_was_asked_for_while_another_thread_asks_for_ano
         return True
 
     monkeypatch.setattr(decoder, "_is_unchanged", meanwhile)
-    assert decoder.keep_open(path, "wanted") is wanted
+    monkeypatch.setattr(decoder, "find_anchor", lambda *_: path)
+    assert decoder.open_anchor({"sha256": "wanted", "path": str(path)}) is wanted
