@@ -19,12 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._utils import _rebuild_tensor_v2
-from zlib_ng import zlib_ng
 
 from hf_trainweights.checkpoint.codecs.base import Json
 from hf_trainweights.checkpoint.codecs.coding.blocks import ByteBuffer
 from hf_trainweights.checkpoint.encoded.decoder import Anchor, BaseWeights, decode_file
-from hf_trainweights.checkpoint.encoded.storage_tasks import Coded, Part, Plan, StorageTasks, kept_bytes
+from hf_trainweights.checkpoint.encoded.storage_tasks import Plan, StorageEncoder
 from hf_trainweights.checkpoint.encoded.structure import (
     ALIGNMENT_BYTES,
     VERSION,
@@ -33,8 +32,8 @@ from hf_trainweights.checkpoint.encoded.structure import (
     padded_length,
     seal_structure,
 )
-from hf_trainweights.checkpoint.encoded.tree import flatten, path_text
-from hf_trainweights.checkpoint.encoded.workers import default_device_cpu, in_order, worker_count
+from hf_trainweights.checkpoint.encoded.tree import flatten
+from hf_trainweights.checkpoint.encoded.workers import default_device_cpu
 from hf_trainweights.files.torch_zip import TorchZipWriter, Writable
 
 _ZEROS = bytes(1 << 20)
@@ -71,88 +70,22 @@ def encode_file(
     hint. UnstorableError names the key path.
     """
     structure, storages = flatten(tree)
-    payload = Payload(file)
-    collector = _Collector(StorageTasks(storages, plan, anchor, second_moments or {}), payload)
-    with torch.no_grad(), default_device_cpu():
-        collector.work(worker_count(sum(storage.size_bytes for storage in storages)))
+    payload, encoder = Payload(file), StorageEncoder(storages, plan, anchor, second_moments or {})
+    with torch.no_grad(), default_device_cpu(), contextlib.closing(encoder.pieces()) as pieces:
+        for piece, crc32, continues in pieces:
+            payload.append(piece, crc32, continues=continues)
     for view in structure["tensors"]:
-        view["storage"] = collector.numbers[view["storage"]]
-    used = anchor if any("anchor" in entry for entry in collector.entries) else None
+        view["storage"] = encoder.numbers[view["storage"]]
+    used = anchor if any("anchor" in entry for entry in encoder.entries) else None
     header = {"anchor": _anchor_entry(used, anchor_directory)} if used else {}
-    text = seal_structure({"version": VERSION, **header, **structure, "storages": collector.entries})
-    return EncodedFile(text, tuple(collector.report), used and used.sha256, payload.complete(text))
+    text = seal_structure({"version": VERSION, **header, **structure, "storages": encoder.entries})
+    return EncodedFile(text, tuple(encoder.report), used and used.sha256, payload.complete(text))
 
 
 def _anchor_entry(anchor: Anchor | BaseWeights, directory: Path | None) -> dict[str, Json]:
     path = (directory or anchor.directory).absolute() / anchor_file_name(anchor.sha256)
     base: dict[str, Json] = {"base": anchor.base.to_dict()} if isinstance(anchor, BaseWeights) else {}
     return {"sha256": anchor.sha256, "path": str(path), **base}
-
-
-class _Collector:
-    """Puts the results of tasks into the payload, and collects what the file says of each storage.
-
-    `numbers` are those of storages in the file by their index.
-    """
-
-    def __init__(self, tasks: StorageTasks, payload: Payload):
-        self._tasks, self._payload = tasks, payload
-        self.numbers: dict[int, int] = {}
-        self.entries: list[dict[str, Json]] = []
-        self.report: list[TensorReport] = []
-        self._size_bytes = self._crc32 = 0  # of the parts of a large storage
-
-    def work(self, workers: int) -> None:
-        """Do all tasks."""
-        with contextlib.closing(in_order(self._tasks, workers, kept_bytes)) as results:
-            for result in results:
-                if isinstance(result, Part):
-                    self._add_part(result)
-                else:
-                    for coded in result:
-                        self._add(coded)
-
-    def _add_part(self, part: Part) -> None:
-        self._append(part.blocks, part.crc32)
-        part.storage.sizes += part.sizes
-        part.storage.flags += part.flags
-        if part.is_last:
-            self._add(part.storage.finish())
-
-    def _append(self, piece: Tensor, crc32: int) -> int:
-        """Append a piece, or more of it, and return how long it is by now."""
-        self._payload.append(piece, crc32, continues=self._size_bytes > 0)
-        self._crc32 = zlib_ng.crc32_combine(self._crc32, crc32, piece.numel())
-        self._size_bytes += piece.numel()
-        return self._size_bytes
-
-    def _add(self, coded: Coded) -> None:
-        storage, plan = self._tasks.storages[coded.index], self._tasks.plans[coded.index]
-        sizes: list[int] = []
-        for piece, crc32 in coded.pieces:
-            sizes.append(self._append(piece, crc32))
-            self._size_bytes = 0
-        entry: dict[str, Json] = {
-            "codec": coded.codec.codec_id,
-            "dtype": str(storage.source.dtype).removeprefix("torch."),
-            "shape": list(storage.shape),
-            "sizes": [*sizes],
-            "crc32": self._crc32,
-        }
-        self._crc32 = 0
-        if coded.params:
-            entry["params"] = coded.params
-        # A codec that takes a planned reference is out if that is missing.
-        if "anchor" in coded.codec.references and self._tasks.anchor is not None and plan.anchor is not None:
-            entry["anchor"] = self._tasks.anchor.stored_name(plan.anchor)
-        moment = self._tasks.moments.get(coded.index)
-        if "exp_avg_sq" in coded.codec.references and moment is not None:
-            entry["exp_avg_sq"] = self.numbers[moment]
-        if coded.bound is not None:
-            entry["bound"] = coded.bound
-        self.numbers[coded.index] = len(self.entries)
-        self.entries.append(entry)
-        self.report.append(TensorReport.of(entry, path_text(storage.paths[0]), plan.name, plan.role))
 
 
 class Payload:

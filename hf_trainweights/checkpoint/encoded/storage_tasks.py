@@ -8,12 +8,14 @@ chunks.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch import Tensor
+from zlib_ng import zlib_ng
 
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Json, References
 from hf_trainweights.checkpoint.codecs.coding.blocks import BlockWriter, ChunkedCodec, Chunks
@@ -21,8 +23,9 @@ from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.codecs.exact import Planes, Raw
 from hf_trainweights.checkpoint.codecs.moments import LogRank1, TileEncoder, UpdateSpace
 from hf_trainweights.checkpoint.encoded.decoder import Anchor, BaseWeights
-from hf_trainweights.checkpoint.encoded.structure import payload_crc32
+from hf_trainweights.checkpoint.encoded.structure import TensorReport, payload_crc32
 from hf_trainweights.checkpoint.encoded.tree import KeyPath, Storage, path_text
+from hf_trainweights.checkpoint.encoded.workers import in_order, worker_count
 from hf_trainweights.errors import QuantizationError, UnsupportedError
 
 # With fewer elements than the first number a coder's headers outweigh its gain, with more than the second never.
@@ -90,7 +93,7 @@ def with_steps(plan: Plan, drift_rms: Mapping[str, float]) -> Plan:
 
 
 @dataclass(frozen=True)
-class Coded:
+class _Coded:
     """A storage that a codec has encoded, its pieces with their checksums; of a large one the last pieces."""
 
     index: int
@@ -101,7 +104,7 @@ class Coded:
 
 
 @dataclass
-class LargeStorage:
+class _LargeStorage:
     """A storage whose parts are encoded one after the other, and what is known of those that are done."""
 
     index: int
@@ -110,16 +113,16 @@ class LargeStorage:
     sizes: list[int] = field(default_factory=list)
     flags: list[bool] = field(default_factory=list)
 
-    def finish(self) -> Coded:
+    def finish(self) -> _Coded:
         """Return what is left when all parts are done: the rest of the piece that they are, and all other pieces."""
         return _coded(self.index, self.codec, self.chunks.finish(BlockWriter(), self.flags, self.sizes))
 
 
 @dataclass(frozen=True)
-class Part:
+class _Part:
     """Some chunks of a large storage, encoded."""
 
-    storage: LargeStorage
+    storage: _LargeStorage
     blocks: Tensor
     crc32: int
     sizes: list[int]
@@ -127,17 +130,18 @@ class Part:
     is_last: bool
 
 
-def kept_bytes(result: list[Coded] | Part) -> int:
+def _kept_bytes(result: list[_Coded] | _Part) -> int:
     """Return how many bytes the result of a task takes up."""
-    if isinstance(result, Part):
+    if isinstance(result, _Part):
         return result.blocks.numel()
     return sum(piece.numel() for coded in result for piece, _ in coded.pieces)
 
 
-class StorageTasks:
-    """The tasks of one file: what each takes up in bytes, and what it does.
+class StorageEncoder:
+    """Encodes the storages of one file; `second_moments` are those of `encode_file`.
 
-    `second_moments` are those of `encode_file`.
+    Once all `pieces` were taken, `entries` are what the file says of each storage, `report` is what became of it, and
+    `numbers` are the places of storages in both by their index.
     """
 
     def __init__(
@@ -147,16 +151,75 @@ class StorageTasks:
         anchor: Anchor | BaseWeights | None,
         second_moments: Mapping[str, Tensor],
     ):
-        self.storages = storages
-        self.plans = [_plan_of(storage, plan) for storage in storages]
+        self._storages = storages
+        self._plans = [_plan_of(storage, plan) for storage in storages]
         owners = {path: index for index, storage in enumerate(storages) for path in storage.paths}
-        self.moments = {i: owners[each.exp_avg_sq] for i, each in enumerate(self.plans) if each.exp_avg_sq in owners}
-        self.anchor = anchor
+        self._moments = {i: owners[each.exp_avg_sq] for i, each in enumerate(self._plans) if each.exp_avg_sq in owners}
+        self._anchor = anchor
         self._second_moments = second_moments
+        self.numbers: dict[int, int] = {}
+        self.entries: list[dict[str, Json]] = []
+        self.report: list[TensorReport] = []
+        self._size_bytes = self._crc32 = 0  # of the parts of a large storage
 
-    def __iter__(self) -> Iterator[tuple[int, Callable[[], list[Coded] | Part]]]:
+    def pieces(self) -> Generator[tuple[Tensor, int, bool]]:
+        """Yield what the payload consists of: pieces, their checksums, and whether each is more of the one before."""
+        workers = worker_count(sum(storage.size_bytes for storage in self._storages))
+        with contextlib.closing(in_order(self._tasks(), workers, _kept_bytes)) as results:
+            for result in results:
+                if isinstance(result, _Part):
+                    yield from self._add_part(result)
+                else:
+                    for coded in result:
+                        yield from self._add(coded)
+
+    def _add_part(self, part: _Part) -> Iterator[tuple[Tensor, int, bool]]:
+        yield self._counted(part.blocks, part.crc32)
+        part.storage.sizes += part.sizes
+        part.storage.flags += part.flags
+        if part.is_last:
+            yield from self._add(part.storage.finish())
+
+    def _counted(self, piece: Tensor, crc32: int) -> tuple[Tensor, int, bool]:
+        """Count a piece, or more of it, towards its storage."""
+        continues = self._size_bytes > 0
+        self._crc32 = zlib_ng.crc32_combine(self._crc32, crc32, piece.numel())
+        self._size_bytes += piece.numel()
+        return piece, crc32, continues
+
+    def _add(self, coded: _Coded) -> Iterator[tuple[Tensor, int, bool]]:
+        storage, plan = self._storages[coded.index], self._plans[coded.index]
+        sizes: list[Json] = []
+        for piece, crc32 in coded.pieces:
+            yield self._counted(piece, crc32)
+            sizes.append(self._size_bytes)
+            self._size_bytes = 0
+        entry: dict[str, Json] = {
+            "codec": coded.codec.codec_id,
+            "dtype": str(storage.source.dtype).removeprefix("torch."),
+            "shape": list(storage.shape),
+            "sizes": sizes,
+            "crc32": self._crc32,
+        }
+        self._crc32 = 0
+        if coded.params:
+            entry["params"] = coded.params
+        # A codec that takes a planned reference is out if that is missing.
+        if "anchor" in coded.codec.references and self._anchor is not None and plan.anchor is not None:
+            entry["anchor"] = self._anchor.stored_name(plan.anchor)
+        moment = self._moments.get(coded.index)
+        if "exp_avg_sq" in coded.codec.references and moment is not None:
+            entry["exp_avg_sq"] = self.numbers[moment]
+        if coded.bound is not None:
+            entry["bound"] = coded.bound
+        self.numbers[coded.index] = len(self.entries)
+        self.entries.append(entry)
+        self.report.append(TensorReport.of(entry, path_text(storage.paths[0]), plan.name, plan.role))
+
+    def _tasks(self) -> Iterator[tuple[int, Callable[[], list[_Coded] | _Part]]]:
+        """Yield what each task takes up in bytes, and what it does."""
         for unit in self._units():
-            size_bytes = sum(self.storages[index].size_bytes for index in unit)
+            size_bytes = sum(self._storages[index].size_bytes for index in unit)
             large = self._large_storage(unit[0], size_bytes) if len(unit) == 1 else None
             if large is None:
                 yield size_bytes, partial(self._encode, unit)
@@ -167,12 +230,12 @@ class StorageTasks:
 
     def _units(self) -> Iterator[list[int]]:
         """Yield every index once, from a second moment to its first user together."""
-        indices = range(len(self.storages))
-        order = [*dict.fromkeys(each for index in indices for each in (self.moments.get(index, index), index))]
+        indices = range(len(self._storages))
+        order = [*dict.fromkeys(each for index in indices for each in (self._moments.get(index, index), index))]
         places = {index: place for place, index in enumerate(order)}
         last: dict[int, int] = {}  # the place of its first user by that of a second moment
-        for index in filter(self.moments.__contains__, order):
-            last.setdefault(places[self.moments[index]], places[index])
+        for index in filter(self._moments.__contains__, order):
+            last.setdefault(places[self._moments[index]], places[index])
         start = stop = 0
         for place in range(len(order)):
             stop = max(stop, last.get(place, place))
@@ -180,55 +243,55 @@ class StorageTasks:
                 yield order[start : stop + 1]
                 start = stop = place + 1
 
-    def _large_storage(self, index: int, size_bytes: int) -> LargeStorage | None:
+    def _large_storage(self, index: int, size_bytes: int) -> _LargeStorage | None:
         """Cut a storage into chunks; None if it is not large, there is a choice of codecs, or its one has no chunks."""
-        plan = self.plans[index]
+        plan = self._plans[index]
         # A task that decodes an anchor as well does it in its own thread; the parts of a large storage wait for it.
         is_large = size_bytes > (1 if plan.anchor is None else 4) * _LARGE_BYTES
         if not is_large or len(plan.candidates) > 1 or not all(isinstance(c, ChunkedCodec) for c in plan.candidates):
             return None
         tensor, references = self._read(index)
-        usable, exact, references = _candidates(tensor, self.storages[index], plan, references)
+        usable, exact, references = _candidates(tensor, self._storages[index], plan, references)
         codec, *others = usable or exact
         if others or not isinstance(codec, ChunkedCodec) or tensor.dtype not in codec.dtypes:
             return None
-        return LargeStorage(index, codec, codec.chunks(tensor, references))
+        return _LargeStorage(index, codec, codec.chunks(tensor, references))
 
     def _read(self, index: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a storage's elements and what it may be stored against in other files."""
-        plan, tensor = self.plans[index], self.storages[index].read()
-        references = _anchor_reference(self.anchor, plan.anchor, tensor)
+        plan, tensor = self._plans[index], self._storages[index].read()
+        references = _anchor_reference(self._anchor, plan.anchor, tensor)
         if plan.role == "weight" and plan.name in self._second_moments:
             references["exp_avg_sq"] = self._second_moments[plan.name].detach().cpu()
         return tensor, references
 
-    def _encode(self, unit: list[int]) -> list[Coded]:
+    def _encode(self, unit: list[int]) -> list[_Coded]:
         """Encode some storages, of which later ones may refer to what decoding an earlier one gives."""
         coded = self._encode_moments(unit)
         if coded:
             return coded
         decoded: dict[int, Tensor] = {}
-        moments = {index: self.moments[index] for index in unit if index in self.moments}
+        moments = {index: self._moments[index] for index in unit if index in self._moments}
         for index in unit:
             tensor, references = self._read(index)
             if moments.get(index) in decoded:
                 references["exp_avg_sq"] = decoded.pop(moments[index])
-            codec, encoded = _encode_storage(tensor, self.storages[index], self.plans[index], references)
+            codec, encoded = _encode_storage(tensor, self._storages[index], self._plans[index], references)
             if index in moments.values():
                 arguments = encoded.payloads, encoded.params, tensor.shape, tensor.dtype, references
                 decoded[index] = tensor if codec.lossless else codec.decode(*arguments)
             coded.append(_coded(index, codec, encoded))
         return coded
 
-    def _encode_moments(self, unit: list[int]) -> list[Coded]:
+    def _encode_moments(self, unit: list[int]) -> list[_Coded]:
         """Encode a second and a first moment tile by tile, so that there is no decoded copy of the second.
 
         Nothing is returned, and nothing done, unless the unit is such a pair with a codec each that can do so.
         """
-        storages = [self.storages[index] for index in unit]
+        storages = [self._storages[index] for index in unit]
         are_alike = len({each.shape for each in storages}) == 1 and all(each.exclusive for each in storages)
-        match [self.plans[index].candidates for index in unit]:
-            case [[LogRank1() as of_second], [UpdateSpace() as of_first]] if self.moments.get(unit[1]) == unit[0]:
+        match [self._plans[index].candidates for index in unit]:
+            case [[LogRank1() as of_second], [UpdateSpace() as of_first]] if self._moments.get(unit[1]) == unit[0]:
                 if not are_alike or not {each.source.dtype for each in storages} <= LOSSY_DTYPES:
                     return []
                 exp_avg_sq, exp_avg = (each.read() for each in storages)
@@ -308,13 +371,13 @@ def _plan_of(storage: Storage, plan: Plan) -> TensorPlan:
     return next((plan[path] for path in storage.paths if path in plan), exact)
 
 
-def _coded(index: int, codec: Codec, encoded: EncodedTensor) -> Coded:
+def _coded(index: int, codec: Codec, encoded: EncodedTensor) -> _Coded:
     pieces = [(piece, payload_crc32([piece])) for piece in encoded.payloads]
-    return Coded(index, codec, encoded.params, encoded.bound, pieces)
+    return _Coded(index, codec, encoded.params, encoded.bound, pieces)
 
 
-def _encode_part(storage: LargeStorage, start: int) -> Part:
+def _encode_part(storage: _LargeStorage, start: int) -> _Part:
     parts = storage.chunks.parts
     writer, flags = storage.chunks.encode(parts[start : start + _CHUNKS])
     blocks, sizes = writer.blocks()
-    return Part(storage, blocks, payload_crc32([blocks]), sizes, flags, start + _CHUNKS >= len(parts))
+    return _Part(storage, blocks, payload_crc32([blocks]), sizes, flags, start + _CHUNKS >= len(parts))

@@ -34,7 +34,7 @@ def no_thread_is_left():
 @pytest.fixture
 def use_workers(monkeypatch):
     def use(count):
-        for module in (encoder, decoder):
+        for module in (storage_tasks, decoder):
             monkeypatch.setattr(module, "worker_count", lambda _: count)
 
     return use
