@@ -127,7 +127,6 @@ class _Part:
     crc32: int
     sizes: list[int]
     flags: list[bool]
-    is_last: bool
 
 
 def _kept_bytes(result: list[_Coded] | _Part) -> int:
@@ -177,7 +176,7 @@ class StorageEncoder:
         yield self._counted(part.blocks, part.crc32)
         part.storage.sizes += part.sizes
         part.storage.flags += part.flags
-        if part.is_last:
+        if len(part.storage.flags) == len(part.storage.chunks.parts):
             yield from self._add(part.storage.finish())
 
     def _counted(self, piece: Tensor, crc32: int) -> tuple[Tensor, int, bool]:
@@ -260,7 +259,12 @@ class StorageEncoder:
     def _read(self, index: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a storage's elements and what it may be stored against in other files."""
         plan, tensor = self._plans[index], self._storages[index].read()
-        references = _anchor_reference(self._anchor, plan.anchor, tensor)
+        references: dict[str, Tensor] = {}
+        if self._anchor is not None and plan.anchor is not None and plan.anchor in self._anchor:
+            reference = self._anchor.tensor(plan.anchor)
+            # What a float out of range becomes as an integer depends on the machine.
+            if reference.dtype == tensor.dtype or (reference.is_floating_point() and tensor.is_floating_point()):
+                references["anchor"] = reference.to(tensor.dtype)
         if plan.role == "weight" and plan.name in self._second_moments:
             references["exp_avg_sq"] = self._second_moments[plan.name].detach().cpu()
         return tensor, references
@@ -299,17 +303,6 @@ class StorageEncoder:
                 encoded = of_second.encode_tiles(exp_avg_sq, encoder.add)
                 return [_coded(unit[0], of_second, encoded), _coded(unit[1], of_first, encoder.finish())]
         return []
-
-
-def _anchor_reference(anchor: Anchor | BaseWeights | None, name: str | None, tensor: Tensor) -> dict[str, Tensor]:
-    """Return the anchor's tensor of that name, in the tensor's dtype, as references; none where there is no such."""
-    if anchor is None or name is None or name not in anchor:
-        return {}
-    reference = anchor.tensor(name)
-    # What a float out of range becomes as an integer depends on the machine.
-    if reference.dtype != tensor.dtype and not (reference.is_floating_point() and tensor.is_floating_point()):
-        return {}
-    return {"anchor": reference.to(tensor.dtype)}
 
 
 def _encode_storage(
@@ -377,7 +370,6 @@ def _coded(index: int, codec: Codec, encoded: EncodedTensor) -> _Coded:
 
 
 def _encode_part(storage: _LargeStorage, start: int) -> _Part:
-    parts = storage.chunks.parts
-    writer, flags = storage.chunks.encode(parts[start : start + _CHUNKS])
+    writer, flags = storage.chunks.encode(storage.chunks.parts[start : start + _CHUNKS])
     blocks, sizes = writer.blocks()
-    return _Part(storage, blocks, payload_crc32([blocks]), sizes, flags, start + _CHUNKS >= len(parts))
+    return _Part(storage, blocks, payload_crc32([blocks]), sizes, flags)

@@ -352,12 +352,8 @@ def _span(offset: int, shape: Sequence[int], stride: Sequence[int]) -> tuple[int
 
 def _row_major_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides, in elements, of a contiguous tensor."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+    sizes = [max(size, 1) for size in shape]
+    return tuple(math.prod(sizes[place + 1 :]) for place in range(len(sizes)))
 
 
 def _tensor(where: str, view: Any, storages: Sequence[Tensor]) -> Tensor:

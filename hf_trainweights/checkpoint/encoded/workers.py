@@ -69,19 +69,20 @@ def in_order(
     room, most_tasks = workers * _AHEAD_BYTES, workers * _AHEAD
     taken_bytes, lock = 0, threading.Lock()
 
-    def work(size_bytes: int, task: Callable[[], _T]) -> tuple[_T, int]:
+    def take(size_bytes: int) -> None:
         nonlocal taken_bytes
+        with lock:
+            taken_bytes += size_bytes
+
+    def work(size_bytes: int, task: Callable[[], _T]) -> tuple[_T, int]:
         result = _alone(task)
         result_bytes = size_bytes if kept_bytes is None else kept_bytes(result)
-        with lock:
-            taken_bytes += result_bytes - size_bytes
+        take(result_bytes - size_bytes)
         return result, result_bytes
 
     def oldest() -> _T:
-        nonlocal taken_bytes
         result, result_bytes = waiting.popleft().result()
-        with lock:
-            taken_bytes -= result_bytes
+        take(-result_bytes)
         return result
 
     try:
@@ -92,8 +93,7 @@ def in_order(
                     yield oldest()
                 else:
                     wait([each for each in waiting if not each.done()], return_when=FIRST_COMPLETED)
-            with lock:
-                taken_bytes += size_bytes
+            take(size_bytes)
             waiting.append(pool.submit(work, size_bytes, task))
         while waiting:
             yield oldest()
