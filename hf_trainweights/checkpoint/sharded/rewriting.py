@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,6 @@ from hf_trainweights.checkpoint.manifest import (
     total_rounding,
     write_manifest,
 )
-from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.anchors import unused_anchors
 from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories
 from hf_trainweights.checkpoint.run.job import SaveJob, manifest_fields, rewriting, write_complete_manifest
@@ -51,7 +50,7 @@ from hf_trainweights.checkpoint.run.verification import size_bytes
 from hf_trainweights.checkpoint.sharded.conversion import verified_manifest, write_plain_in_place
 from hf_trainweights.checkpoint.sharded.rank_items import RankItems
 from hf_trainweights.checkpoint.sharded.writer import TrainWeightsWriter, write_items
-from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
+from hf_trainweights.errors import CorruptFileError, UnsupportedError
 from hf_trainweights.files.atomic import save_errors
 from hf_trainweights.files.disk import is_old, lock_directory
 from hf_trainweights.files.staging import remove_abandoned
@@ -122,9 +121,7 @@ class ShardedLayout:
             for each in contents:
                 each.require_complete()
             fields = manifest_fields(self.path, previous, job.metrics, recorded)
-            for each, writer in self._writers(job, contents, fields.get("step"), recorded):
-                results = job.ranks.share(_shares(writer, each, job.ranks.size))
-                writer.finish(replace(each.metadata), results)
+            self._encode(job, contents, fields.get("step"), recorded)
             return self._finish(previous, fields)
 
     def restore(self) -> Manifest:
@@ -155,14 +152,10 @@ class ShardedLayout:
                 remove_abandoned(part)
             yield
 
-    def _writers(
-        self,
-        job: SaveJob,
-        contents: Sequence[ShardedContents],
-        step: int | None,
-        metadata: Mapping[str, Any],
-    ) -> Iterator[tuple[ShardedContents, TrainWeightsWriter]]:
-        """Yield the directories that are to be encoded; again, one that was rounded would have its error hidden."""
+    def _encode(
+        self, job: SaveJob, contents: Sequence[ShardedContents], step: int | None, metadata: Mapping[str, Any]
+    ) -> None:
+        """Encode the directories that are not rounded yet; another time would hide their error."""
         weights = [name for each in contents for name in all_weights(each)]
         trained = [name for each in contents for name in trained_names(each)]
         job.policy.require_used([*weights, *trained])
@@ -173,9 +166,10 @@ class ShardedLayout:
         options |= {"step": step, "metadata": metadata}
         for each in contents:
             if each.manifest is None or not total_rounding(each.manifest):
-                rules = used_rules(job.policy, [*all_weights(each), *trained_names(each)])
                 anchor = self._anchor(each.directory)
-                yield each, TrainWeightsWriter(each.directory, job.policy.mode, rules, anchor=anchor, **options)
+                writer = TrainWeightsWriter(each.directory, job.policy.mode, job.policy.rules, anchor=anchor, **options)
+                results = job.ranks.share(_shares(writer, each, job.ranks.size, [*weights, *trained]))
+                writer.finish(replace(each.metadata), results)
 
     def _anchor(self, part: Path) -> Path | None:
         """Return the newest directory of the same kind that has anchors, in another checkpoint of the run."""
@@ -220,27 +214,20 @@ class ShardedLayout:
         return largest
 
 
-def used_rules(policy: Policy, names: Sequence[str]) -> dict[str, Any]:
-    """Return the rules that name something: a rule for weights names nothing where only an optimizer lies."""
-    used = {}
-    for selector, choice in policy.rules.items():
-        try:
-            Policy(policy.mode, {selector: choice}).require_used(names)
-        except ConfigError:
-            continue
-        used[selector] = choice
-    return used
+def _shares(
+    writer: TrainWeightsWriter, contents: ShardedContents, size: int, names: Collection[str]
+) -> list[Callable[[], list[WriteResult]]]:
+    """Return what each rank does: it reads items from their places in the old files and writes them into new ones.
 
-
-def _shares(writer: TrainWeightsWriter, contents: ShardedContents, size: int) -> list[Callable[[], list[WriteResult]]]:
-    """Return what each rank does: it reads items from their places in the old files and writes them into new ones."""
+    `names` are those of the whole checkpoint: a rule for weights names nothing where only an optimizer lies.
+    """
     items: list[list[WriteItem]] = [[] for _ in range(size)]
     owners = {name: _owner(name, number) % size for number, name in enumerate(contents.files)}
     for name, entry in contents.metadata.state_dict_metadata.items():
         for item in _items(name, entry):
             items[owners[contents.places[item.index].file]].append(item)
     keys = contents.metadata.planner_data
-    plans = writer.prepare_global_plan([SavePlan(each, planner_data=keys) for each in items])
+    plans = writer.prepare_global_plan([SavePlan(each, planner_data=keys) for each in items], names)
     places = [{item.index: contents.places[item.index] for item in plan.items} for plan in plans]
     return [partial(_write_share, contents.directory, *each) for each in zip(plans, places, strict=True)]
 

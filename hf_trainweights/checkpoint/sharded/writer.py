@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import uuid
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,11 @@ _OUTCOME = "The checkpoint that was there before, if there was one, is whole."
 
 
 def plan_tensors(
-    plans: Sequence[SavePlan], policy: Policy, buffers: Collection[str] | None, *, is_delta: bool
+    plans: Sequence[SavePlan], policy: Policy, buffers: Collection[str] | None, known: Iterable[str], *, is_delta: bool
 ) -> dict[str, TensorPlan]:
     """Plan all tensors of a save, by their names in the flattened state dict; `plans` are those of all ranks.
 
-    ConfigError: a rule names no tensor.
+    ConfigError: a rule names no tensor, and nothing that is `known` besides.
     """
     items = [item for plan in plans for item in plan.items]
     tensors = {
@@ -65,7 +66,7 @@ def plan_tensors(
     paths = {name: keys for plan in plans for name, keys in (plan.planner_data or {}).items()}
     by_model = models((name for name in tensors if name not in states), paths)
     parameters = {state.parameter for state in states.values()}
-    policy.require_used([*(name for names in by_model.values() for name in names), *parameters])
+    policy.require_used([*known, *(name for names in by_model.values() for name in names), *parameters])
     planned: dict[str, TensorPlan] = {}
     for names in by_model.values():
         weights = {name: tensors[stored] for name, stored in names.items()}
@@ -207,8 +208,8 @@ class TrainWeightsWriter(StorageWriter):
         self._at_hand = list(plan.items)
         return plan
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Plan the save; DCP calls it on the coordinator.
+    def prepare_global_plan(self, plans: list[SavePlan], known: Collection[str] = ()) -> list[SavePlan]:
+        """Plan the save; DCP calls it on the coordinator. A rule may also name what is `known` besides.
 
         Raises:
             ConfigError: A rule names no tensor.
@@ -218,10 +219,11 @@ class TrainWeightsWriter(StorageWriter):
             number = free_number(self._path)
         previous = find_sharded_anchor(self._previous, self._fields["step"]) if self._previous else None
         is_due = previous is None or previous.is_spent(self._anchor_every)
-        tensor_plans = {} if is_due else plan_tensors(plans, self._policy, self._buffers, is_delta=True)
+        plan_all = partial(plan_tensors, plans, self._policy, self._buffers, known)
+        tensor_plans = {} if is_due else plan_all(is_delta=True)
         self._anchor = previous if previous and _fits(previous, plans, tensor_plans) else None
         if self._anchor is None:
-            tensor_plans = plan_tensors(plans, self._policy, self._buffers, is_delta=False)
+            tensor_plans = plan_all(is_delta=False)
         self._is_exact = all(plan.is_lossless for plan in tensor_plans.values() if is_weight(plan))
         drift_rms = previous.step_rms if previous and self._anchor is None else {}
         given = []

@@ -220,13 +220,13 @@ def test_whichever_call_of_a_rank_fails_all_ranks_say_the_same_and_the_checkpoin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", ["ShardedContents", "used_rules", "_shares"])
+@pytest.mark.parametrize("lost", ["ShardedContents", "TrainWeightsWriter", "_shares"])
 def test_whatever_fails_on_the_coordinator_alone_is_an_error_of_all_ranks(
     run: Path, lost: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where = "hf_trainweights.checkpoint.sharded.rewriting"
     with monkeypatch.context() as patch:
-        patch.setattr(f"{where}.{lost}", lambda *_: fail(lost))
+        patch.setattr(f"{where}.{lost}", lambda *_, **__: fail(lost))
         assert [end[:40] for end in in_threads(partial(compress, run / "checkpoint-8"))] == [
             f"CorruptFileError: {lost}: expected a whole file"[:40]
         ] * RANKS

@@ -75,7 +75,7 @@ def write(path: Path, source: Source, anchor: ShardedAnchor | None) -> None:
     items = [item(name) for name in names]
     paths = {name: name.split(".", 1) for name in names}
     orders = plan_tensors(
-        [SavePlan(items, planner_data=paths)], Policy("near-lossless"), None, is_delta=anchor is not None
+        [SavePlan(items, planner_data=paths)], Policy("near-lossless"), None, (), is_delta=anchor is not None
     )
     path.mkdir()
     rank_orders = RankOrders(*file_names(0, free_number(path)), orders, anchor)
@@ -127,7 +127,7 @@ def test_a_tensor_that_cannot_be_stored_is_named(tmp_path: Path, tensor: Tensor,
 
 def test_a_first_moment_is_exact_where_the_second_lies_elsewhere(tmp_path: Path) -> None:
     items = [item(f"optim.state.w.{key}") for key in ("exp_avg", "exp_avg_sq")]
-    plans = plan_tensors([SavePlan(items)], Policy("near-lossless"), None, is_delta=False)
+    plans = plan_tensors([SavePlan(items)], Policy("near-lossless"), None, (), is_delta=False)
     assert plans["optim.state.w.exp_avg"].exp_avg_sq is not None
     rank = RankItems(tmp_path, items[:1], Source().resolve, RankOrders(*file_names(0, 0), plans), items)
     assert [stored.row["bound"] for stored in write_others(rank)] == [None]
