@@ -16,7 +16,7 @@ import pickle
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,11 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from hf_trainweights.checkpoint.dcp.metadata import ITEM_SUFFIX, METADATA_NAME, VERSION, Place, entry_text
-from hf_trainweights.checkpoint.encoded.decoder import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import TensorReport
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, anchor_file_name
 from hf_trainweights.checkpoint.encoded.tree import corrupt
 from hf_trainweights.checkpoint.manifest import FileEntry, Manifest, read_manifest, write_manifest
-from hf_trainweights.checkpoint.run.anchors import AnchorCandidate, AnchorRecord, link_anchor
+from hf_trainweights.checkpoint.run.anchors import AnchorCandidate, AnchorRecord
 from hf_trainweights.errors import CorruptFileError, UnsupportedError
 from hf_trainweights.files.atomic import remove_files, replace_file
 
@@ -103,18 +102,9 @@ class ShardedAnchor(AnchorCandidate):
     shards: Mapping[str, str]
     paths: Mapping[str, Path] = field(default_factory=dict)
 
-    def part(self, names: Collection[str]) -> ShardedAnchor:
-        """Return what it says about some shards: no rank needs to know those of all others."""
-        shards = {name: self.shards[name] for name in names if name in self.shards}
-        rms = self.record.delta_rms
-        record = replace(self.record, delta_rms={name: rms[name] for name in names if name in rms})
-        return replace(self, record=record, shards=shards, paths={each: self.paths[each] for each in shards.values()})
-
-    def open(self, names: Iterable[str], directory: Path) -> dict[str, Anchor]:
-        """Link the anchors of some shards into a checkpoint, and return by name those that are whole."""
-        needed = {name: self.shards[name] for name in names if name in self.shards}
-        opened = {each: link_anchor(self.paths[each], each, directory) for each in sorted(set(needed.values()))}
-        return {name: anchor for name, sha256 in needed.items() if (anchor := opened[sha256]) is not None}
+    def files(self, names: Iterable[str]) -> dict[str, tuple[str, Path]]:
+        """Return by name the digest and the path of the file that holds each of some shards."""
+        return {name: (self.shards[name], self.paths[self.shards[name]]) for name in names}
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON."""

@@ -42,7 +42,7 @@ from hf_trainweights.checkpoint.encoded.structure import (
     payload_crc32,
     seal_structure,
 )
-from hf_trainweights.checkpoint.run.anchors import delta_rms
+from hf_trainweights.checkpoint.run.anchors import delta_rms, link_anchor
 from hf_trainweights.checkpoint.sharded.index import StoredFile, StoredItem, name_of, stored_item
 from hf_trainweights.checkpoint.sharded.rank_items import AdamStates, RankItems, on_cpu, second_of
 from hf_trainweights.files.atomic import replace_file
@@ -64,14 +64,15 @@ def write_weights(rank: RankItems) -> list[StoredItem]:
 
     They are differences to anchors. Where none of these can be used the file is an anchor itself.
     """
-    items, anchor = rank.weights, rank.orders.anchor
+    items, anchors = rank.weights, rank.orders.anchors
     if not items:
         return []
     # All of them at first: those that are gone decide whether this file is to be an anchor.
-    found = anchor.open(map(name_of, items), rank.directory) if anchor else {}
+    linked = {sha256: link_anchor(path, sha256, rank.directory) for sha256, path in sorted({*anchors.values()})}
+    found = {name: anchor for name, (sha256, _) in anchors.items() if (anchor := linked[sha256]) is not None}
     encode = partial(_encode_full, rank, AdamStates(rank))
-    if anchor and found:
-        encode = partial(_encode_difference, rank, AdamStates(rank), found, anchor.step_rms)
+    if found:
+        encode = partial(_encode_difference, rank, AdamStates(rank), found)
     written: dict[MetadataIndex, StoredItem] = {}
     with _new_file(rank.directory / rank.orders.weights_name, is_anchor=not found) as target:
         for item, first, tensor in rank.with_firsts(items):
@@ -90,22 +91,17 @@ def _encode_full(
     plan, name = rank.orders.plans[item.index.fqn], name_of(item)
     drift: float | None = None
     # Planned as differences to anchors that are gone, it is exact: nothing says which weights may be rounded alone.
-    if plan.steps_per_rms and rank.orders.anchor is None:
-        drift = rank.orders.drift_rms.get(name) if rank.orders.drift_rms else states.drift_rms(item)
+    if plan.steps_per_rms and not rank.orders.anchors:
+        drift = rank.orders.step_rms.get(name) if rank.orders.step_rms else states.drift_rms(item)
     return encode_file(tensor, {(): replace(plan.with_steps(drift or 0.0), anchor=None)}), None
 
 
 def _encode_difference(
-    rank: RankItems,
-    states: AdamStates,
-    found: Mapping[str, Anchor],
-    step_rms: Mapping[str, float],
-    item: WriteItem,
-    tensor: Tensor,
+    rank: RankItems, states: AdamStates, found: Mapping[str, Anchor], item: WriteItem, tensor: Tensor
 ) -> tuple[EncodedFile, float | None]:
     """Encode a weight, and measure how far it has moved from its anchor where no earlier save did."""
     plan, name = rank.orders.plans[item.index.fqn], name_of(item)
-    anchor, rms, measured = found.get(name), step_rms.get(name), None
+    anchor, rms, measured = found.get(name), rank.orders.step_rms.get(name), None
     if plan.steps_per_rms and anchor is not None and rms is None:
         rms = measured = delta_rms(tensor, name, anchor) or 0.0  # which leaves it exact
     plan = replace(plan.with_steps(rms or 0.0), anchor=plan.anchor and name)

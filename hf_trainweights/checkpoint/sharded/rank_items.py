@@ -20,7 +20,6 @@ from hf_trainweights.checkpoint.encoded.tree import require_storable
 from hf_trainweights.checkpoint.planning.policy import OPTIMIZER_ROLES, SIZE_FLOOR
 from hf_trainweights.checkpoint.planning.roles import MOMENTS
 from hf_trainweights.checkpoint.run.anchors import expected_drift_rms, second_moments
-from hf_trainweights.checkpoint.sharded.index import ShardedAnchor
 from hf_trainweights.errors import UnstorableError
 
 # A weight is compared with others of its shape only if so many of its elements, evenly spread, are the same.
@@ -32,16 +31,17 @@ _FIELDS = ("lr", "betas")
 
 @dataclass(frozen=True)
 class RankOrders:
-    """What the coordinator tells a rank: names of its files, plans by name of the value, and the anchor.
+    """What the coordinator tells a rank: names of its files, plans by name of the value, and what it knows of shards.
 
-    `drift_rms` says by shard how far it moves between saves, if an earlier checkpoint tells.
+    `anchors` are the digest and path of the anchor of each, none for a full checkpoint. `step_rms` is how far each
+    moves, None where it is new; empty if no earlier checkpoint tells.
     """
 
     weights_name: str
     others_name: str
     plans: Mapping[str, TensorPlan] = field(default_factory=dict)
-    anchor: ShardedAnchor | None = None
-    drift_rms: Mapping[str, float] = field(default_factory=dict)
+    anchors: Mapping[str, tuple[str, Path]] = field(default_factory=dict)
+    step_rms: Mapping[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -225,13 +225,13 @@ class TrainWeightsWriter(StorageWriter):
         if self._anchor is None:
             tensor_plans = plan_all(is_delta=False)
         self._is_exact = all(plan.is_lossless for plan in tensor_plans.values() if is_weight(plan))
-        drift_rms = previous.step_rms if previous and self._anchor is None else {}
+        step_rms = previous.step_rms if previous else {}
         given = []
         for rank, plan in enumerate(moments_together(plans, tensor_plans)):
             shards = [name_of(item) for item in plan.items if is_weight(tensor_plans.get(item.index.fqn))]
-            anchor = self._anchor and self._anchor.part(shards)
-            drift = {name: drift_rms.get(name, 0.0) for name in shards} if drift_rms else {}
-            orders = RankOrders(*file_names(rank, number), tensor_plans, anchor, drift)
+            anchors = self._anchor.files(shards) if self._anchor else {}
+            moved = {name: step_rms.get(name) for name in shards} if step_rms else {}
+            orders = RankOrders(*file_names(rank, number), tensor_plans, anchors, moved)
             given.append(replace(plan, storage_data=orders))
         return given
 

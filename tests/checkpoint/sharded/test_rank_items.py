@@ -78,7 +78,8 @@ def write(path: Path, source: Source, anchor: ShardedAnchor | None) -> None:
         [SavePlan(items, planner_data=paths)], Policy("near-lossless"), None, (), is_delta=anchor is not None
     )
     path.mkdir()
-    rank_orders = RankOrders(*file_names(0, free_number(path)), orders, anchor)
+    anchors, step_rms = (anchor.files(anchor.shards), anchor.step_rms) if anchor else ({}, {})
+    rank_orders = RankOrders(*file_names(0, free_number(path)), orders, anchors, step_rms)
     rank = RankItems(path, items, source.resolve, rank_orders, items)
     results = [*write_weights(rank), *write_others(rank)]
     commit(path, Metadata({}), [results], "test", anchor, mode="near-lossless")
@@ -104,9 +105,9 @@ def test_a_rank_is_told_of_its_own_shards_alone(tmp_path: Path) -> None:
     for anchor_every in (1, 8):
         writer = TrainWeightsWriter(tmp_path / "2", "near-lossless", anchor=tmp_path / "1", anchor_every=anchor_every)
         for each, plan in zip(items, writer.prepare_global_plan(plans), strict=True):
-            anchor = plan.storage_data.anchor
-            assert (anchor is None) == (anchor_every == 1)
-            assert list(plan.storage_data.drift_rms if anchor is None else anchor.shards) == [name_of(each)]
+            orders = plan.storage_data
+            assert list(orders.anchors) == ([] if anchor_every == 1 else [name_of(each)])
+            assert list(orders.step_rms) == [name_of(each)]
 
 
 @pytest.mark.parametrize(
