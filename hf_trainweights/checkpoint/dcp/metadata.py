@@ -17,7 +17,7 @@ import os
 import pickle
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,18 +52,11 @@ _TENSOR = re.compile(r"(\w+)\[((?:\d{1,18}(?:,\d{1,18})*)?)\]")
 
 _MAX_METADATA_BYTES = 1 << 30  # a 70B model with AdamW on 64 ranks has 16 MB
 
-_RECORDED = frozenset(
-    {
-        *(f"torch.distributed.checkpoint.metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta")),
-        *(f"torch.distributed.checkpoint.metadata.{name}" for name in ("ChunkStorageMetadata", "TensorProperties")),
-        *(f"torch.distributed.checkpoint.metadata.{name}StorageMetadata" for name in ("Tensor", "Bytes")),
-        "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
-        "torch.distributed.checkpoint.filesystem._StorageInfo",
-        "torch.Size",
-        "torch.serialization._get_layout",
-        *(f"{module}.{name}Path" for module in ("pathlib", "pathlib._local") for name in ("Posix", "Windows", "")),
-    }
+# Of these modules and functions a pickle may name anything: none of them is called.
+_RECORDED_MODULES = frozenset(
+    {*(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "filesystem")), "pathlib", "pathlib._local"}
 )
+_RECORDED = frozenset({"torch.Size", "torch.serialization._get_layout"})
 
 Entry = TensorStorageMetadata | BytesStorageMetadata
 """What is known of a name: dtype, shape and shards of a tensor, nothing of an object."""
@@ -109,9 +102,8 @@ def metadata_of(manifest: Manifest) -> Metadata:
                 offsets = shard.offsets
             places[MetadataIndex(row["path"], offsets)] = _parse_place(where, name, entry, row)
     entries = {name: _parse_entry(name, text, shards[name]) for name, text in tensors.items()}
-    _require_all(entries, places)
     planner = {name: _parse_keys(name, text) for name, text in keys.items()}
-    return Metadata(entries, planner or None, places, StorageMeta())
+    return _checked(Metadata(entries, planner or None, places, StorageMeta()))
 
 
 def entry_text(entry: Entry) -> str:
@@ -129,7 +121,7 @@ def _parse_entry(name: str, text: object, shards: list[ChunkStorageMetadata]) ->
     if match is None or match[1] not in DTYPES:
         raise corrupt(f"sharded.tensors[{name!r}]", "a dtype and a shape such as float32[2,3]", text)
     size = torch.Size(int(each) for each in match[2].split(",") if each)
-    return _whole(name, TensorStorageMetadata(TensorProperties(dtype=DTYPES[match[1]]), size, shards))
+    return TensorStorageMetadata(TensorProperties(dtype=DTYPES[match[1]]), size, shards)
 
 
 def _parse_place(where: str, name: str, entry: FileEntry, row: Mapping[str, Any]) -> Place:
@@ -140,17 +132,6 @@ def _parse_place(where: str, name: str, entry: FileEntry, row: Mapping[str, Any]
     if stop > entry.size_bytes:
         raise corrupt(f"{where}.bytes", f"a range within the {entry.size_bytes} bytes of {name}", text)
     return Place(name, start, stop, crc32)
-
-
-def _require_all(entries: Mapping[str, Entry], places: Mapping[MetadataIndex, Place]) -> None:
-    """Check that every item is of a tensor or object that is described, and every object has one."""
-    for index in places:
-        is_object = isinstance(entries.get(index.fqn), BytesStorageMetadata)
-        if index.fqn not in entries or is_object != (index.offset is None):
-            raise corrupt("sharded.tensors", f"an entry that fits the item {index.fqn}", None)
-    for name, entry in entries.items():
-        if isinstance(entry, BytesStorageMetadata) and MetadataIndex(name) not in places:
-            raise corrupt(f"sharded.tensors[{name!r}]", "one item of that object", "none")
 
 
 def _parse_keys(name: str, text: object) -> tuple[str | int, ...]:
@@ -228,7 +209,9 @@ class _Unpickler(pickle._Unpickler):
         full = f"{module}.{name}"
         if module == "torch" and name in DTYPES:
             return DTYPES[name]
-        _require(full in _RECORDED, "classes of torch.distributed.checkpoint alone", full)
+        _require(
+            module in _RECORDED_MODULES or full in _RECORDED, "classes of torch.distributed.checkpoint alone", full
+        )
         return self._records.setdefault(full, type(name, (_Record,), {}))
 
 
@@ -242,14 +225,12 @@ def _unpickled_metadata(root: Any) -> Metadata:
         chunks += len(entry.chunks) if isinstance(entry, TensorStorageMetadata) else 1
         # A small pickle may refer to one long list many times.
         _require(chunks <= len(places), f"{len(places)} chunks in all, as many as have a place", "more")
-        items = {MetadataIndex(name)}
-        if isinstance(entry, TensorStorageMetadata):
-            items = {MetadataIndex(name, chunk.offsets) for chunk in _whole(name, entry).chunks}
-        _require(places.keys() >= items, f"a place for each item of {name}", "none of one")
-    planner = _typed(dict, fields.get("planner_data") or {})
-    paths = {_typed(str, name): tuple(_path(path)) for name, path in planner.items()}
+    paths: dict[str, tuple[str | int, ...]] = {}
+    for name, path in _typed(dict, fields.get("planner_data") or {}).items():
+        paths[_typed(str, name)] = _typed(tuple, path)
+        _require(all(isinstance(part, str | int) for part in path), "keys of strings and numbers", path)
     version = fields.get("version")
-    return Metadata(entries, paths, places, StorageMeta(), version if isinstance(version, str) else None)
+    return _checked(Metadata(entries, paths, places, StorageMeta(), version if isinstance(version, str) else None))
 
 
 def _entry(value: Any) -> Entry:
@@ -282,12 +263,6 @@ def _place(value: Any) -> Place:
     return Place(name, offset, offset + length)
 
 
-def _path(value: Any) -> Iterator[str | int]:
-    for part in _typed(tuple, value):
-        _require(isinstance(part, str | int), "keys of strings and numbers", part)
-        yield part
-
-
 def _size(value: Any) -> torch.Size:
     _require(_is(value, "Size") and len(value.args) == 1, "a torch.Size", value)
     return torch.Size([_natural(each) for each in _typed(tuple, value.args[0])])
@@ -317,13 +292,26 @@ def _require(fits: bool, expected: str, found: object) -> None:
         raise corrupt(METADATA_NAME, expected, repr(found))
 
 
-def _whole(name: str, entry: TensorStorageMetadata) -> TensorStorageMetadata:
-    """Return a tensor after checking that its shards fill it."""
-    if not fill_whole(entry.size, entry.chunks):
-        found = [(list(shard.offsets), list(shard.sizes)) for shard in entry.chunks[:8]]
-        expected = f"shards that together are {entry_text(entry)}, none over another"
-        raise corrupt(f"sharded.tensors[{name!r}]", expected, f"those of {name}: {found}")
-    return entry
+def _checked(metadata: Metadata) -> Metadata:
+    """Return metadata after checking that shards fill each tensor, and that each item is described and has a place."""
+    items: list[MetadataIndex] = []
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata):
+            items.append(MetadataIndex(name))
+            continue
+        if not fill_whole(entry.size, entry.chunks):
+            found = [(list(shard.offsets), list(shard.sizes)) for shard in entry.chunks[:8]]
+            expected = f"shards that together are {entry_text(entry)}, none over another"
+            raise corrupt(f"sharded.tensors[{name!r}]", expected, f"those of {name}: {found}")
+        items += [MetadataIndex(name, shard.offsets) for shard in entry.chunks]
+    described, places = set(items), metadata.storage_data or {}
+    for index in places:
+        if index not in described:
+            raise corrupt("sharded.tensors", f"an entry that fits the item {index.fqn}", None)
+    for index in items:
+        if index not in places:
+            raise corrupt(f"sharded.tensors[{index.fqn!r}]", "one item of that object or shard", f"none of {index.fqn}")
+    return metadata
 
 
 def fill_whole(size: Sequence[int], shards: Iterable[ChunkStorageMetadata]) -> bool:

@@ -141,10 +141,14 @@ def lose_place(metadata: Metadata) -> None:
     del metadata.storage_data[next(index for index in metadata.storage_data if index.fqn == "model.embed.weight")]
 
 
+def lose_entry(metadata: Metadata) -> None:
+    del metadata.state_dict_metadata["model.embed.weight"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
-    [change_length, change_chunk, repeat_chunks, leave_hole, lose_place, transform, replace_place],
+    [change_length, change_chunk, repeat_chunks, leave_hole, lose_place, lose_entry, transform, replace_place],
 )
 def test_metadata_that_contradict_themselves_are_called_damaged(directory: Path, change: Any) -> None:
     metadata = stock(directory)
