@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 from torch.storage import _storage_type_to_dtype_map
 
-from hf_trainweights.checkpoint.dcp.reader import ShardedContents, all_weights, dcp_directories, optimizer_tensors
+from hf_trainweights.checkpoint.dcp.reader import ShardedContents, dcp_directories
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, register_anchor_directory
 from hf_trainweights.checkpoint.encoded.tree import path_text
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest
@@ -32,7 +32,7 @@ from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # What a DCP directory has of each part.
-_NAMES = {"weights": all_weights, "optimizer": optimizer_tensors}
+_NAMES = {"weights": ShardedContents.all_weights, "optimizer": ShardedContents.optimizer_tensors}
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 # How a zip archive, a pickle of torch before 1.6 and one of protocol 0 or 1 begin.
 _TORCH_MAGIC = (b"PK", b"\x80", b"}", b"(")

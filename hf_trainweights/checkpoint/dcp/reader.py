@@ -81,8 +81,31 @@ class ShardedContents:
 
     @cached_property
     def states(self) -> dict[str, StateName]:
-        """The states and groups of optimizers, tensors or not, by name."""
-        return optimizer_states(self.metadata.state_dict_metadata)
+        """The tensors that are states or settings of optimizers, by name."""
+        states = optimizer_states(self.metadata.state_dict_metadata)
+        return {name: state for name, state in states.items() if name in self.tensors}
+
+    def model_weights(self) -> dict[str, str]:
+        """Return the weights of the one model, or of the one under a key `model`: names in it to DCP's names.
+
+        Empty if there are none, or several models and none is called `model`.
+        """
+        by_model = models(self._weights(), self.metadata.planner_data or {})
+        named = [names for prefix, names in by_model.items() if prefix.rpartition(".")[2] == _MODEL_KEY]
+        candidates = named or list(by_model.values())
+        return candidates[0] if len(candidates) == 1 else {}
+
+    def all_weights(self) -> dict[str, str]:
+        """Return what is no state of an optimizer likewise; by DCP's names where it is not all of one model."""
+        names, of_model = self._weights(), self.model_weights()
+        return of_model if len(of_model) == len(names) else {name: name for name in names}
+
+    def _weights(self) -> list[str]:
+        return [name for name in self.tensors if name not in self.states]
+
+    def optimizer_tensors(self) -> dict[str, str]:
+        """Return the states of optimizers: `state.<parameter>.<key>` to DCP's names."""
+        return {f"state.{each.parameter}.{each.key}": name for name, each in self.states.items()}
 
     def stored_bytes(self, name: str) -> int:
         """Return what the items of a tensor take on disk."""
@@ -150,38 +173,6 @@ def _read_metadata(directory: Path) -> tuple[Manifest | None, Metadata]:
         raise CorruptFileError(
             str(directory), f"a {METADATA_NAME}, which is written last", "none", next_step
         ) from error
-
-
-def model_weights(contents: ShardedContents) -> dict[str, str]:
-    """Return the weights of the one model, or of the one under a key `model`: names in it to DCP's names.
-
-    Empty if there are none, or several models and none is called `model`.
-    """
-    by_model = models(_weights(contents), contents.metadata.planner_data or {})
-    named = [names for prefix, names in by_model.items() if prefix.rpartition(".")[2] == _MODEL_KEY]
-    candidates = named or list(by_model.values())
-    return candidates[0] if len(candidates) == 1 else {}
-
-
-def all_weights(contents: ShardedContents) -> dict[str, str]:
-    """Return what is no state of an optimizer, as `model_weights` does; by DCP's names where there is no one model."""
-    names, of_model = _weights(contents), model_weights(contents)
-    return of_model if len(of_model) == len(names) else {name: name for name in names}
-
-
-def _weights(contents: ShardedContents) -> list[str]:
-    return [name for name in contents.tensors if name not in contents.states]
-
-
-def optimizer_tensors(contents: ShardedContents) -> dict[str, str]:
-    """Return the states of optimizers: `state.<parameter>.<key>` to DCP's names."""
-    states = contents.states
-    return {f"state.{each.parameter}.{each.key}": name for name, each in states.items() if name in contents.tensors}
-
-
-def trained_names(contents: ShardedContents) -> list[str]:
-    """Return the names of parameters of which an optimizer keeps tensors, maybe several times."""
-    return [state.parameter for name, state in contents.states.items() if name in contents.tensors]
 
 
 class TrainWeightsReader(StorageReader):

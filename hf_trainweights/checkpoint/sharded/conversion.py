@@ -20,16 +20,10 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from hf_trainweights.checkpoint.dcp.metadata import METADATA_NAME, Place
-from hf_trainweights.checkpoint.dcp.reader import (
-    ShardedContents,
-    current_manifest,
-    dcp_directories,
-    model_weights,
-    read_place,
-)
+from hf_trainweights.checkpoint.dcp.reader import ShardedContents, current_manifest, dcp_directories, read_place
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest
-from hf_trainweights.checkpoint.run.verification import list_files, require_intact
+from hf_trainweights.checkpoint.run.verification import intact_manifest, list_files
 from hf_trainweights.checkpoint.sharded.index import file_names, free_number, pickled_metadata
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.atomic import create_file, remove_files, replace_file
@@ -119,9 +113,7 @@ def verified_manifest(path: Path, parts: Sequence[Path]) -> Manifest | None:
 
     None as well where a process died before `.metadata` followed. CorruptFileError: a file is damaged.
     """
-    if not (path / MANIFEST_NAME).exists() or (path in parts and current_manifest(path) is None):
-        return None
-    return require_intact(path)
+    return None if path in parts and current_manifest(path) is None else intact_manifest(path)
 
 
 def write_plain_in_place(contents: ShardedContents) -> list[str]:
@@ -168,7 +160,7 @@ def _plain_bytes(contents: ShardedContents, index: MetadataIndex) -> bytes:
 def _weights(source: Path) -> tuple[ShardedContents, dict[str, str]]:
     for directory in dcp_directories(source) or [source]:
         contents = ShardedContents(directory)
-        names = model_weights(contents)
+        names = contents.model_weights()
         if names:
             contents.require_complete()
             return contents, names

@@ -25,13 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from hf_trainweights.checkpoint.dcp.metadata import ITEM_SUFFIX, Place
-from hf_trainweights.checkpoint.dcp.reader import (
-    ShardedContents,
-    all_weights,
-    read_place,
-    read_tensor_at,
-    trained_names,
-)
+from hf_trainweights.checkpoint.dcp.reader import ShardedContents, read_place, read_tensor_at
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest import (
     PLAIN_MODE,
@@ -156,8 +150,8 @@ class ShardedLayout:
         self, job: SaveJob, contents: Sequence[ShardedContents], step: int | None, metadata: Mapping[str, Any]
     ) -> None:
         """Encode the directories that are not rounded yet; another time would hide their error."""
-        weights = [name for each in contents for name in all_weights(each)]
-        trained = [name for each in contents for name in trained_names(each)]
+        weights = [name for each in contents for name in each.all_weights()]
+        trained = [state.parameter for each in contents for state in each.states.values()]
         job.policy.require_used([*weights, *trained])
         buffers = job.buffers
         if buffers is None and set(trained) & set(weights):
