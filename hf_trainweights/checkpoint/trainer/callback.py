@@ -9,8 +9,11 @@ the Trainer's files name weights otherwise than the modules do, other files repl
 from __future__ import annotations
 
 import re
+import shutil
+import threading
 from collections.abc import Iterable, Mapping
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +24,16 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
-from hf_trainweights.checkpoint.directory import collect_garbage, register_checkpoint
+from hf_trainweights.checkpoint.directory import collect_garbage, find_checkpoints, layout_of, register_checkpoint
+from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, total_rounding
 from hf_trainweights.checkpoint.planning.policy import ModeName, Policy
 from hf_trainweights.checkpoint.planning.roles import optimizer_parameter_names
 from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, converted_weights_problem, mark_run
 from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, RunBase, SaveJob, require_count
 from hf_trainweights.checkpoint.run.ranks import Ranks, all_ranks
-from hf_trainweights.checkpoint.trainer.backlog import Backlog
+from hf_trainweights.checkpoint.run.verification import progress_problem, size_bytes, verify_checkpoint
 from hf_trainweights.checkpoint.whole.rewriting import replace_weights
-from hf_trainweights.errors import ConfigError
+from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.models.host.checkpoints import converted_names
 
 _logger = logging.get_logger(__name__)
@@ -45,6 +49,132 @@ class Sharding(Enum):
     FULL = "files of one rank, gathered from all (FSDP, FULL_STATE_DICT)"
     SHARDED = "DCP directories (FSDP, SHARDED_STATE_DICT)"
     OTHER = "something else (DeepSpeed, FSDP of XLA or with LOCAL_STATE_DICT), or nobody says where (a search)"
+
+
+class Backlog:
+    """The checkpoints of a run that wait to be made small, and as text what became of those that waited.
+
+    A checkpoint that cannot be made small is still a whole, plain one. So an error costs the run only disk space: it is
+    said once, and the checkpoint gets another try together with the next one. `on_error` is `"warn"` to go on like
+    this, `"raise"` to end the training; ConfigError: it is neither.
+    """
+
+    def __init__(self, on_error: str):
+        if on_error not in ("warn", "raise"):
+            raise ConfigError("on_error", "warn or raise", repr(on_error), "Choose one of these.")
+        self.speaks = True  # of several ranks one does
+        self._on_error = on_error
+        self._waiting: list[SaveJob] = []
+        self._failed: dict[Path, SaveJob] = {}
+        self._stayed: dict[Path, str] = {}
+        self._outcomes: list[tuple[Path, Exception | str]] = []
+        self._thread: threading.Thread | None = None
+        self._sizes: list[tuple[int, int]] = []  # bytes of those that were made small, before and after
+        self._largest_weight_error = 0.0
+
+    def add(self, job: SaveJob) -> None:
+        """Take in a checkpoint, and those again that stayed plain; of these one that is gone costs nothing."""
+        self._failed.pop(job.path, None)
+        self._waiting += [*self._failed.values(), job]
+        self._failed.clear()
+
+    def start(self) -> None:
+        """Begin to work in the background on what waits, if anything does."""
+        if self._waiting and self._thread is None:
+            # Not a daemon: the interpreter waits for a checkpoint that is being written.
+            self._thread = threading.Thread(target=self._work, name="trainweights-checkpoint", daemon=False)
+            self._thread.start()
+
+    def finish(self) -> None:
+        """Work here and now on what waits, if the thread does not, and wait for the thread; raise what `blame` does.
+
+        The error of the first checkpoint that has one; the others get another try all the same.
+        """
+        thread, self._thread = self._thread, None
+        if thread is None:
+            self._work()
+        else:
+            thread.join()
+        outcomes, self._outcomes = self._outcomes, []
+        for directory, outcome in outcomes:
+            message = f"{directory.name} stays as it is, plain, and gets another try at the next save:"
+            if isinstance(outcome, Exception):
+                self.blame(directory, outcome, message)
+            elif directory.is_dir():
+                self._stay(directory, message, outcome)
+
+    def blame(self, directory: Path, error: Exception, message: str) -> None:
+        """Say once what went wrong with a checkpoint, and in a sentence what that means for it, or raise the error.
+
+        It is raised where `on_error` says so, no checkpoint beside it is whole, or the memory is full. Nothing is said
+        of a checkpoint that is gone: whoever removed it knows.
+        """
+        if isinstance(error, MemoryError):
+            raise error
+        if not directory.is_dir():
+            return
+        if self._on_error == "raise" or all(found.problem for found in find_checkpoints(directory.parent)):
+            raise error
+        self._stay(directory, message, str(error))
+
+    def make_small(self, job: SaveJob) -> str | None:
+        """Make a checkpoint small, a sharded one by all ranks, and count it; return why there is no room, or None.
+
+        CorruptFileError: a file of it is damaged, and nothing has changed. TrainWeightsError: every file in it is
+        whole.
+        """
+        path = job.path
+        if not path.is_dir():
+            return None
+        manifest = path / MANIFEST_NAME
+        if manifest.exists() and not verify_checkpoint(path).intact:
+            manifest.unlink()  # of an earlier run, over whose checkpoint of this step the Trainer has just written
+        layout, before_bytes = layout_of(path), size_bytes(path)
+        if not manifest.exists():
+            problem = progress_problem(path) or layout.missing_problem()
+            if problem:
+                next_step = "The other checkpoints do not need this one; remove it, or restore the file from a copy."
+                raise CorruptFileError(str(path), "a whole checkpoint", problem, next_step)
+        needed, free = layout.rewriting_bytes(), shutil.disk_usage(path).free
+        if free < needed:
+            return f"rewriting it takes {needed // 10**6} MB of free disk space, there are {free // 10**6} MB"
+        weight_error = total_rounding(layout.compress(job)).get("weight", 0.0)
+        after_bytes = size_bytes(path)
+        if before_bytes != after_bytes:  # else it was small already, after a push or a resume, and counts once
+            self._sizes.append((before_bytes, after_bytes))
+            self._largest_weight_error = max(self._largest_weight_error, weight_error)
+        return None
+
+    def __str__(self) -> str:
+        parts: list[str] = []
+        if self._sizes:
+            before, after = map(sum, zip(*self._sizes, strict=True))
+            sizes = f"{before / 1e6:.1f} MB -> {after / 1e6:.1f} MB ({before / max(1, after):.2f}x)"
+            error = f"off by at most {self._largest_weight_error:.3g}" if self._largest_weight_error else "exact"
+            parts.append(f"{len(self._sizes)} checkpoints made small: {sizes}, weights {error}")
+        # One that was removed, or made small with a later one, did not stay plain.
+        plain = [path for path in self._stayed if path.is_dir() and not (path / MANIFEST_NAME).exists()]
+        if plain:
+            names = ", ".join(path.name for path in plain)
+            parts.append(f"{len(plain)} stayed plain, {names}; reason of the last: {self._stayed[plain[-1]]}")
+        return "; ".join(parts)
+
+    def _work(self) -> None:
+        while self._waiting:
+            job = self._waiting.pop(0)
+            outcome: Exception | str | None
+            try:
+                outcome = job.ranks.decide(partial(self.make_small, job))
+            except Exception as error:
+                outcome = error
+            if outcome:
+                self._failed[job.path] = job
+                self._outcomes.append((job.path, outcome))
+
+    def _stay(self, directory: Path, message: str, reason: str) -> None:
+        if self.speaks and self._stayed.get(directory) != reason:
+            _logger.warning("%s %s", message, reason)
+        self._stayed[directory] = reason
 
 
 class TrainWeightsCheckpointCallback(TrainerCallback):
@@ -126,7 +256,10 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         # Under FSDP the Trainer resumes from files that have the modules' names.
         names = converted_names(module) if sharding is Sharding.NONE else set()
         if args.should_save:
-            _remove_leftovers(Path(args.output_dir or ""))
+            try:
+                collect_garbage(args.output_dir or "")
+            except OSError as error:
+                _logger.warning("What an earlier run has left in %s stays: %s", args.output_dir, error)
             if names:
                 mark_run(args.output_dir or "", min(names))
         directory = _checkpoint_of(args, state)
@@ -157,13 +290,11 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         """Make the checkpoint small before it is uploaded; `on_save` then finds nothing left to do."""
         if self._sharding(args, state) is Sharding.SHARDED:  # only one rank hears of a push
             return
-        self._backlog.finish()
         self._add(args, state, **kwargs)
         self._backlog.finish()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Have the checkpoint made small: from the next step on, or at once where the Trainer is about to stop."""
-        self._backlog.finish()
         self._add(args, state, **kwargs)
         # No event lies between the last save and the loading of the best model.
         if control.should_training_stop or state.global_step >= state.max_steps:
@@ -177,6 +308,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             _logger.warning("%s", summary)
 
     def _add(self, args: TrainingArguments, state: TrainerState, *, model: nn.Module, optimizer: Any, **_: Any) -> None:
+        self._backlog.finish()
         directory, sharding = _checkpoint_of(args, state), self._sharding(args, state)
         if sharding is Sharding.SHARDED:  # every rank does the same, whatever it finds on the disk
             if args.push_to_hub:
@@ -237,14 +369,6 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             _logger.warning("%s", message)
 
 
-def _remove_leftovers(root: Path) -> None:
-    """Remove what killed saves left in a run; a warning says what stays."""
-    try:
-        collect_garbage(root)
-    except OSError as error:
-        _logger.warning("What an earlier run has left in %s stays: %s", root, error)
-
-
 def _checkpoint_of(args: Any, state: Any) -> Path:
     """Return the directory of the checkpoint that belongs to the step."""
     return Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
@@ -252,10 +376,8 @@ def _checkpoint_of(args: Any, state: Any) -> Path:
 
 def _newest_metrics(state: Any) -> dict[str, float]:
     """Return the newest number of every name that a Trainer logged."""
-    merged: dict[str, Any] = {}
-    for entry in state.log_history:
-        merged |= entry
-    return {name: float(value) for name, value in merged.items() if isinstance(value, int | float)}
+    logged = (metric for entry in state.log_history for metric in entry.items())
+    return {name: float(value) for name, value in logged if isinstance(value, int | float)}
 
 
 def _sharding_of(args: Any) -> Sharding:

@@ -23,7 +23,7 @@ from hf_trainweights.checkpoint import latest, verify_checkpoint
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.job import SaveJob
 from hf_trainweights.checkpoint.run.ranks import Ranks, all_ranks
-from hf_trainweights.checkpoint.trainer.backlog import Backlog
+from hf_trainweights.checkpoint.trainer.callback import Backlog
 from hf_trainweights.distributed import latest_on_all_ranks
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files import disk

@@ -17,7 +17,7 @@ from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, SaveJob
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 from hf_trainweights.checkpoint.trainer import callback as callback_module
-from hf_trainweights.checkpoint.trainer.backlog import Backlog
+from hf_trainweights.checkpoint.trainer.callback import Backlog
 from hf_trainweights.checkpoint.whole.rewriting import WholeLayout
 from hf_trainweights.errors import SaveError
 
