@@ -216,7 +216,10 @@ def _shares(
     `names` are those of the whole checkpoint: a rule for weights names nothing where only an optimizer lies.
     """
     items: list[list[WriteItem]] = [[] for _ in range(size)]
-    owners = {name: _owner(name, number) % size for number, name in enumerate(contents.files)}
+    owners: dict[str, int] = {}
+    for number, name in enumerate(contents.files):
+        match = _WRITTEN_BY.match(name)
+        owners[name] = (int(match[1]) if match else number) % size
     for name, entry in contents.metadata.state_dict_metadata.items():
         for item in _items(name, entry):
             items[owners[contents.places[item.index].file]].append(item)
@@ -234,11 +237,6 @@ def _write_share(directory: Path, plan: SavePlan, places: Mapping[MetadataIndex,
         return read_tensor_at(directory, place, item.index.fqn)
 
     return write_items(RankItems(directory, plan.items, read, plan.storage_data, at_hand=plan.items))
-
-
-def _owner(name: str, number: int) -> int:
-    match = _WRITTEN_BY.match(name)
-    return int(match[1]) if match else number
 
 
 def _items(name: str, entry: TensorStorageMetadata | BytesStorageMetadata) -> list[WriteItem]:
