@@ -79,11 +79,10 @@ def build_checkpoint(
         (['model', 'names', 'step'], torch.Size([1]))
     """
     buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
+    given = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     parts = {
         "model": module_state(model),
-        "optimizer": optimizer.state_dict() if optimizer is not None else None,
-        "scheduler": scheduler.state_dict() if scheduler is not None else None,
-        "scaler": scaler.state_dict() if scaler is not None else None,
+        **{part: each.state_dict() for part, each in given.items() if each is not None},
         "rng": rng_state() if rng else None,
         "epoch": epoch,
         "step": step,

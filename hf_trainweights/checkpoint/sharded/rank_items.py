@@ -108,9 +108,8 @@ class AdamStates:
 
     def __init__(self, rank: RankItems):
         self._rank = rank
-        self._moments: dict[Any, dict[str, WriteItem]] = defaultdict(dict)  # by optimizer, parameter and offset
-        self._steps: dict[Any, WriteItem] = {}  # by optimizer and parameter
-        self._optimizers: dict[str, set[str]] = defaultdict(set)  # by parameter
+        # By parameter and optimizer.
+        self._states: dict[str, dict[str, list[tuple[str, WriteItem]]]] = defaultdict(lambda: defaultdict(list))
         self._weights: dict[str, list[str]] = defaultdict(list)  # of all models, by the name in each
         for item in rank.at_hand:
             plan = rank.plan(item)
@@ -119,11 +118,8 @@ class AdamStates:
             optimizer, _, key = item.index.fqn.rpartition(f"state.{plan.name}.")
             if is_weight(plan):
                 self._weights[plan.name].append(item.index.fqn)
-            elif key == "step":
-                self._steps[optimizer, plan.name] = item
-            elif key in MOMENTS:
-                self._moments[optimizer, plan.name, item.index.offset][key] = item
-                self._optimizers[plan.name].add(optimizer)
+            elif key == "step" or key in MOMENTS:
+                self._states[plan.name][optimizer].append((key, item))
         self._of_groups = {item.index.fqn: item for item in rank.at_hand if "param_groups" in item.index.fqn}
         self._groups: dict[str, dict[str, Mapping[str, Any]]] = {}  # by optimizer and parameter
 
@@ -145,14 +141,15 @@ class AdamStates:
         """Return a weight's name, its optimizer, and of its state what is here."""
         name = self._rank.orders.plans[item.index.fqn].name
         optimizer = self._optimizer(item.index.fqn, name)
-        items = dict(self._moments.get((optimizer, name, item.index.offset), {}))
-        if items and (optimizer, name) in self._steps:
-            items["step"] = self._steps[optimizer, name]
-        return name, optimizer, {key: self._rank.tensor(each) for key, each in items.items()}
+        found = [] if optimizer is None else self._states[name][optimizer]
+        # A step is that of all shards.
+        of_shard = [(key, each) for key, each in found if key == "step" or each.index.offset == item.index.offset]
+        return name, optimizer, {key: self._rank.tensor(each) for key, each in of_shard}
 
     def _optimizer(self, weight: str, name: str) -> str | None:
         """Return the optimizer of a weight's model: the one next to it, if that is not nearer to another model."""
-        shared = {each: _shared_keys(each, weight) for each in self._optimizers[name]}
+        adams = (each for each, found in self._states[name].items() if MOMENTS & dict(found).keys())
+        shared = {each: _shared_keys(each, weight) for each in adams}
         nearest = [each for each, keys in shared.items() if keys == max(shared.values())]
         is_its_own = len(nearest) == 1 and all(
             _shared_keys(nearest[0], other) <= shared[nearest[0]] for other in self._weights[name]
