@@ -44,7 +44,7 @@ from hf_trainweights.checkpoint.encoded.structure import (
 )
 from hf_trainweights.checkpoint.run.anchors import delta_rms, link_anchor
 from hf_trainweights.checkpoint.sharded.index import StoredFile, StoredItem, name_of, stored_item
-from hf_trainweights.checkpoint.sharded.rank_items import AdamStates, RankItems, on_cpu, second_of
+from hf_trainweights.checkpoint.sharded.rank_items import AdamStates, RankItems, second_of
 from hf_trainweights.files.atomic import replace_file
 from hf_trainweights.files.reading import DigestedFile
 from hf_trainweights.files.torch_zip import FIRST_RECORD_START, MemoryFile, Writable
@@ -77,7 +77,7 @@ def write_weights(rank: RankItems) -> list[StoredItem]:
     with _new_file(rank.directory / rank.orders.weights_name, is_anchor=not found) as target:
         for item, first, tensor in rank.with_firsts(items):
             if item is first:
-                written[item.index] = target.put(item, *encode(item, on_cpu(tensor)))
+                written[item.index] = target.put(item, *encode(item, tensor.cpu().contiguous()))
             else:
                 stored = written[first.index]
                 row = {**stored.row, "path": item.index.fqn, "bytes_in": 0, "bytes_out": 0}

@@ -74,7 +74,7 @@ class RankItems:
 
     def tensor(self, item: WriteItem) -> Tensor:
         """Return an item's tensor, plain and contiguous on the CPU; the live one where it is that already."""
-        return on_cpu(self._live(item))
+        return self._live(item).cpu().contiguous()
 
     def data(self, item: WriteItem) -> bytes:
         """Return the bytes of an object; UnstorableError if it holds more than data: loading that would run code."""
@@ -183,11 +183,6 @@ class AdamStates:
         if item.tensor_data is not None:
             return self._rank.tensor(item)
         return torch.load(io.BytesIO(self._rank.data(item)), weights_only=True)
-
-
-def on_cpu(tensor: Tensor) -> Tensor:
-    """Return a tensor as the encoder takes it: contiguous on the CPU; itself where it is that already."""
-    return tensor.cpu().contiguous()
 
 
 def is_weight(plan: TensorPlan | None) -> bool:

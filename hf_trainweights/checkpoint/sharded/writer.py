@@ -70,15 +70,12 @@ def plan_tensors(
     planned: dict[str, TensorPlan] = {}
     for names in by_model.values():
         weights = {name: tensors[stored] for name, stored in names.items()}
-        exact = _find_buffers(weights, parameters) if buffers is None else buffers
+        # Where no optimizer is saved with them, vectors count as buffers.
+        trained = weights.keys() & parameters or {name for name, weight in weights.items() if weight.dim() > 1}
+        exact = weights.keys() - trained if buffers is None else buffers
         plan = policy.plan_weights(weights, weights if is_delta else (), buffers=exact)
         planned |= {stored: plan[name,] for name, stored in names.items()}
     return planned | _plan_states({name: each for name, each in states.items() if name in tensors}, tensors, policy)
-
-
-def _find_buffers(weights: Mapping[str, Tensor], parameters: Collection[str]) -> Collection[str]:
-    trained = weights.keys() & set(parameters) or {name for name, weight in weights.items() if weight.dim() > 1}
-    return weights.keys() - trained
 
 
 def moments_together(plans: Sequence[SavePlan], tensor_plans: Mapping[str, TensorPlan]) -> list[SavePlan]:
