@@ -48,8 +48,7 @@ class StoredFile:
     """A file of the checkpoint that one rank has written, and digests of the `anchors` that it refers to."""
 
     name: str
-    size_bytes: int
-    sha256: str
+    entry: FileEntry
     is_anchor: bool = False
     anchors: tuple[str, ...] = ()
 
@@ -63,7 +62,7 @@ class StoredItem(WriteResult):
     """
 
     row: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    file: StoredFile = field(default=StoredFile("", 0, ""), compare=False)
+    file: StoredFile = field(default=StoredFile("", FileEntry(0, "")), compare=False)
     elements: int = field(default=0, compare=False)
     delta_rms: float | None = field(default=None, compare=False)
 
@@ -176,7 +175,10 @@ def commit(
     """
     items = [item for several in results for item in several if isinstance(item, StoredItem)]
     pickled = pickled_metadata(dcp_metadata, {each.index: each.storage_data for each in items}, save_id)
-    files = _file_entries(directory, items)
+    files = {item.file.name: item.file.entry for item in items}
+    for sha256 in sorted({sha256 for item in items for sha256 in item.file.anchors}):
+        link = directory / anchor_file_name(sha256)
+        files[link.name] = FileEntry(link.stat().st_size, sha256)  # verified when it was opened
     files[METADATA_NAME] = FileEntry(len(pickled), hashlib.sha256(pickled).hexdigest())
     record = _anchor_of(items, anchor, is_exact)
     write_manifest(directory, Manifest(files, sharded=_describe(dcp_metadata, record), **manifest_fields))
@@ -213,20 +215,6 @@ def _describe(metadata: Metadata, anchor: ShardedAnchor) -> dict[str, Any]:
     }
 
 
-def _file_entries(directory: Path, items: Sequence[StoredItem]) -> dict[str, FileEntry]:
-    rows: dict[StoredFile, list[Mapping[str, Any]]] = defaultdict(list)
-    for item in items:
-        rows[item.file].append(item.row)
-    entries = {
-        file.name: FileEntry(file.size_bytes, file.sha256, {"anchor": next(iter(file.anchors), None), "tensors": each})
-        for file, each in rows.items()
-    }
-    for sha256 in sorted({sha256 for item in items for sha256 in item.file.anchors}):
-        link = directory / anchor_file_name(sha256)
-        entries[link.name] = FileEntry(link.stat().st_size, sha256)  # verified when it was opened
-    return entries
-
-
 def _anchor_of(items: Sequence[StoredItem], previous: ShardedAnchor | None, is_exact: bool) -> ShardedAnchor:
     """Return what the checkpoint says about the anchors of the next one."""
     bits = elements = 0
@@ -236,7 +224,7 @@ def _anchor_of(items: Sequence[StoredItem], previous: ShardedAnchor | None, is_e
             continue
         name = f"{item.index.fqn}[{item.row['shard']}]"
         if item.file.is_anchor:
-            full[name] = item.file.sha256
+            full[name] = item.file.entry.sha256
         if item.delta_rms is not None:
             measured[name] = item.delta_rms
         if item.row["role"] == "weight":

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ from hf_trainweights.checkpoint.encoded.structure import (
     payload_crc32,
     seal_structure,
 )
+from hf_trainweights.checkpoint.manifest import FileEntry
 from hf_trainweights.checkpoint.run.anchors import delta_rms, link_anchor
 from hf_trainweights.checkpoint.sharded.index import StoredFile, StoredItem, name_of, stored_item
 from hf_trainweights.checkpoint.sharded.rank_items import AdamStates, RankItems, second_of
@@ -185,10 +186,12 @@ class _RankFile:
         """Return where bytes of the file are."""
         return Place(self.name, start, start + len(data), zlib_ng.crc32(data))
 
-    def stored(self, items: Iterable[StoredItem], anchors: Iterable[str] = ()) -> list[StoredItem]:
+    def stored(self, items: Collection[StoredItem], anchors: Iterable[str] = ()) -> list[StoredItem]:
         """Return items with the file, once it is complete, and the digests of anchors that it refers to."""
-        of_file = self.name, self.file.size_bytes, self.file.sha256()
-        stored = StoredFile(*of_file, is_anchor=self.joiner is not None, anchors=tuple(sorted(anchors)))
+        anchors = tuple(sorted(anchors))
+        report = {"anchor": next(iter(anchors), None), "tensors": [each.row for each in items]}
+        entry = FileEntry(self.file.size_bytes, self.file.sha256(), report)
+        stored = StoredFile(self.name, entry, is_anchor=self.joiner is not None, anchors=anchors)
         return [replace(each, file=stored) for each in items]
 
     def _append(self, data: bytes | memoryview) -> int:
