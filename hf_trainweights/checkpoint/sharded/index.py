@@ -34,6 +34,7 @@ from hf_trainweights.checkpoint.manifest import FileEntry, Manifest, read_manife
 from hf_trainweights.checkpoint.run.anchors import AnchorCandidate, AnchorRecord
 from hf_trainweights.errors import CorruptFileError, UnsupportedError
 from hf_trainweights.files.atomic import remove_files, replace_file
+from hf_trainweights.files.reading import is_sha256
 
 # Private names of PyTorch's, without which its own reader finds no item.
 _StorageInfo = getattr(filesystem, "_StorageInfo", None)
@@ -119,7 +120,7 @@ class ShardedAnchor(AnchorCandidate):
         if type(value) is not dict or type(value.get("files")) is not dict:
             raise corrupt("sharded.anchor", "an object with files", value)
         for sha256, names in value["files"].items():
-            if type(names) is not list or not all(type(name) is str for name in names):
+            if not is_sha256(sha256) or type(names) is not list or not all(type(name) is str for name in names):
                 raise corrupt("sharded.anchor.files", "digests to names of shards", {sha256: names})
         fields = {name: content for name, content in value.items() if name != "files"}
         record = AnchorRecord.from_dict({"sha256": _NO_DIGEST, **fields})

@@ -262,6 +262,21 @@ class Hostile:
         return Path.touch, (self.mark,)
 
 
+def test_a_digest_with_a_path_in_it_puts_no_anchor_outside_of_the_next_checkpoint(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    (anchor,) = checkpoint.glob("*.anchor")
+    outside = anchor.rename(tmp_path / anchor.name)
+
+    def escape(manifest: dict[str, Any]) -> None:
+        files = manifest["sharded"]["anchor"]["files"]
+        files[f"../{outside.stem}"] = files.pop(outside.stem)
+
+    resigned(checkpoint, escape)
+    save(tmp_path / "run" / "2", whole_state(2), MODE, anchor=checkpoint)
+    assert not list((tmp_path / "run").rglob("*.anchor"))
+
+
 def test_a_hostile_metadata_pickle_is_not_executed(checkpoint: Path, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Hostile(mark)))
