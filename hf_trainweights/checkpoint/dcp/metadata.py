@@ -52,11 +52,11 @@ _TENSOR = re.compile(r"(\w+)\[((?:\d{1,18}(?:,\d{1,18})*)?)\]")
 
 _MAX_METADATA_BYTES = 1 << 30  # a 70B model with AdamW on 64 ranks has 16 MB
 
-# Of these modules and functions a pickle may name anything: none of them is called.
+# What a pickle may name: anything of these modules, and two functions. A record stands for each, and none is called.
 _RECORDED_MODULES = frozenset(
     {*(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "filesystem")), "pathlib", "pathlib._local"}
 )
-_RECORDED = frozenset({"torch.Size", "torch.serialization._get_layout"})
+_RECORDED_FUNCTIONS = frozenset({"torch.Size", "torch.serialization._get_layout"})
 
 Entry = TensorStorageMetadata | BytesStorageMetadata
 """What is known of a name: dtype, shape and shards of a tensor, nothing of an object."""
@@ -209,9 +209,8 @@ class _Unpickler(pickle._Unpickler):
         full = f"{module}.{name}"
         if module == "torch" and name in DTYPES:
             return DTYPES[name]
-        _require(
-            module in _RECORDED_MODULES or full in _RECORDED, "classes of torch.distributed.checkpoint alone", full
-        )
+        is_recorded = module in _RECORDED_MODULES or full in _RECORDED_FUNCTIONS
+        _require(is_recorded, "classes of torch.distributed.checkpoint alone", full)
         return self._records.setdefault(full, type(name, (_Record,), {}))
 
 
