@@ -141,10 +141,11 @@ class VersionedModelSaver:
             CorruptFileError: A file is damaged, or the model that was built is not the one that was saved.
         """
         path = self._path(version)
-        if not (path / MANIFEST_NAME).exists():
+        manifest = require_intact(path)
+        if manifest is None:
             known = ", ".join(self.list_versions()) or "none yet"
             raise ConfigError("version", f"one of those in {self._base_dir}: {known}", version, "Choose one of these.")
-        metadata = _metadata(require_intact(path))
+        metadata = _metadata(manifest)
         _require_version(path, metadata)
         if model_class is None:
             next_step = f"Pass it: the model was a {metadata['model_class']}. Classes are not stored with weights."

@@ -26,7 +26,7 @@ from hf_trainweights.checkpoint.encoded.reader import load_file, register_anchor
 from hf_trainweights.checkpoint.encoded.storage_tasks import Plan
 from hf_trainweights.checkpoint.loop.module_state import load_module_state, module_state
 from hf_trainweights.checkpoint.loop.progress import rng_state, set_rng_state
-from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest, require_progress
+from hf_trainweights.checkpoint.manifest import Manifest, require_progress
 from hf_trainweights.checkpoint.planning.policy import ModeName, Policy
 from hf_trainweights.checkpoint.planning.roles import optimizer_parameter_names
 from hf_trainweights.checkpoint.run.job import BaseChoice
@@ -281,9 +281,9 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
         >>> load_checkpoint(path)["extra"]
         {'note': [1, 2.5]}
     """
-    if (Path(path) / MANIFEST_NAME).exists():
-        require_intact(path)
-    return load_verified(Path(path))
+    path = Path(path)
+    require_intact(path)
+    return load_verified(path)
 
 
 def load_verified(path: Path) -> dict[str, Any]:

@@ -249,24 +249,21 @@ def verify_checkpoint(path: str | Path) -> CheckpointReport:
     return CheckpointReport(directory, manifest, problems, tuple(foreign))
 
 
-def require_intact(path: str | Path) -> Manifest:
-    """Verify a checkpoint and return its manifest; CorruptFileError: something is damaged or missing.
+def require_intact(path: Path) -> Manifest | None:
+    """Verify a checkpoint that has a manifest, and return it; CorruptFileError: something is damaged or missing.
 
     MissingAnchorError: it is whole, but the base that it needs is gone.
     """
+    if not (path / MANIFEST_NAME).exists():
+        return None
     report = verify_checkpoint(path)
     if report.manifest is not None and report.manifest.base is not None and [*report.problems] == [BASE_PROBLEM]:
-        find_base(report.manifest.base, Path(path).absolute())
+        find_base(report.manifest.base, path.absolute())
     if report.manifest is None or not report.intact:
         name, problem = next(iter(report.problems.items()))
         next_step = "Use another checkpoint, or restore this one from a copy."
-        raise CorruptFileError(str(Path(path) / name), "what was saved", problem, next_step)
+        raise CorruptFileError(str(path / name), "what was saved", problem, next_step)
     return report.manifest
-
-
-def intact_manifest(path: Path) -> Manifest | None:
-    """Verify a checkpoint as `require_intact` does, and return its manifest; None where it has none."""
-    return require_intact(path) if (path / MANIFEST_NAME).exists() else None
 
 
 def list_files(directory: Path) -> dict[str, os.stat_result]:

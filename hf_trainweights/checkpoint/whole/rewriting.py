@@ -30,8 +30,8 @@ from hf_trainweights.checkpoint.run.verification import (
     OPTIMIZER_NAMES,
     PROGRESS_NAMES,
     STATE_NAME,
-    intact_manifest,
     missing_problem,
+    require_intact,
     require_undamaged,
     resume_problem,
 )
@@ -91,7 +91,7 @@ class WholeLayout:
         path, inventory = self.path, Inventory(self.path)
         if not job.weights_only:
             inventory.require_training_state()
-        previous = intact_manifest(path)
+        previous = require_intact(path)
         # With the same choices a second call finds nothing left to do.
         recorded: dict[str, Any] = {"policy": job.policy.to_dict(), "keep_weights": job.keep_weights}
         if job.base is not None:
@@ -113,7 +113,7 @@ class WholeLayout:
     def restore(self) -> Manifest:
         """Turn the files back into plain ones that torch.load reads without this package."""
         path, inventory = self.path, Inventory(self.path)
-        previous = intact_manifest(path)
+        previous = require_intact(path)
         require_undamaged(path, previous.files if previous else ())
         lost = dict(previous.rounded_before) if previous else {}
         with rewriting(path):
