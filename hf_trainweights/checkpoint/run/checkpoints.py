@@ -23,7 +23,7 @@ from hf_trainweights.files.weight_files import safetensors_files
 MARK_NAME = "_trainweights_run.json"
 _KEY = "converted_names"
 
-_CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
+_CHECKPOINT_NAME = re.compile(r"checkpoint-\d+")
 
 
 def checkpoint_directories(root: str | Path) -> list[Path]:
@@ -44,18 +44,13 @@ def checkpoint_directories(root: str | Path) -> list[Path]:
 
 
 def checkpoint_step(path: Path) -> int:
-    """Return the step in the name of a checkpoint directory; ValueError: it has another name."""
-    match = _CHECKPOINT_NAME.fullmatch(path.name)
-    if match is None:
-        raise ValueError(f"{path} is not called checkpoint-<step>")
-    return int(match[1])
+    """Return the step in the name of a directory that `checkpoint_directories` lists."""
+    return int(path.name.removeprefix("checkpoint-"))
 
 
 def step_of(path: Path) -> int | None:
-    """Return what `checkpoint_step` does; None: it has another name."""
-    with contextlib.suppress(ValueError):
-        return checkpoint_step(path)
-    return None
+    """Return the step in the name of a directory; None where it is not called `checkpoint-<step>`."""
+    return checkpoint_step(path) if _CHECKPOINT_NAME.fullmatch(path.name) else None
 
 
 def steps_since_last_save(path: Path) -> int | None:

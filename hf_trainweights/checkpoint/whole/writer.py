@@ -94,15 +94,16 @@ class WeightsAnchor(AnchorCandidate):
         return super().is_spent(anchor_every) if self.base is None else self.record.has_aged(_BASE_REFRESH_BITS)
 
 
-def find_anchor_candidate(path: Path, weights_name: str) -> WeightsAnchor | None:
+def find_anchor_candidate(job: SaveJob, weights_name: str) -> WeightsAnchor | None:
     """Return the anchor, or base, of the newest other checkpoint of a run whose manifest reads and that has one.
 
-    `weights_name` is that of the weights file in each, which may be the anchor itself. Digests are checked when it is
-    opened.
+    Where none has, it is the base that the save was given, if any. `weights_name` is that of the weights file in each,
+    which may be the anchor itself. Digests are checked when it is opened. ConfigError: there are no plain weights where
+    the base should be.
     """
-    interval_steps = steps_since_last_save(path)
-    for directory in checkpoint_directories(path.parent):
-        if directory.absolute() == path.absolute():
+    interval_steps = steps_since_last_save(job.path)
+    for directory in checkpoint_directories(job.path.parent):
+        if directory.absolute() == job.path.absolute():
             continue
         try:
             manifest = read_manifest(directory)
@@ -117,18 +118,10 @@ def find_anchor_candidate(path: Path, weights_name: str) -> WeightsAnchor | None
         anchor = directory / (weights_name if is_anchor_itself else anchor_file_name(record.sha256))
         if anchor.is_file() and not anchor.is_symlink():
             return replace(candidate, path=anchor)
-    return None
-
-
-def _base_candidate(job: SaveJob) -> WeightsAnchor | None:
-    """Return the base that a save was given as a candidate that has not served yet; None without a base.
-
-    ConfigError: there are no plain weights where the base should be.
-    """
     if job.base is None:
         return None
     base = identify_base(job.base.path)
-    interval_steps = steps_since_last_save(job.path) or _noted_interval(job.directory, step_of(job.path))
+    interval_steps = interval_steps or _noted_interval(job.directory, step_of(job.path))
     record = AnchorRecord(base.sha256, saves=0)
     return WeightsAnchor(path=job.directory, record=record, interval_steps=interval_steps, base=base)
 
@@ -176,7 +169,7 @@ def _encode(job: SaveJob, weights: Weights, file: Writable) -> _Encoded:
     """Encode weights into a file, as a difference to the run's anchor or base if there is one and no new one is due."""
     candidate = encoded = None
     if job.anchor_every is not None:
-        candidate = find_anchor_candidate(job.path, weights.file_name) or _base_candidate(job)
+        candidate = find_anchor_candidate(job, weights.file_name)
         if candidate is not None and not candidate.is_spent(job.anchor_every):
             encoded = _encode_delta(job, weights, candidate, file)
     return encoded or _encode_full(job, weights, candidate.step_rms if candidate else {}, file)

@@ -19,6 +19,7 @@ from hf_trainweights.checkpoint.run.anchors import (
     expected_drift_rms,
     second_moments,
 )
+from hf_trainweights.checkpoint.run.job import SaveJob
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 from hf_trainweights.checkpoint.whole.writer import find_anchor_candidate
 from hf_trainweights.errors import CorruptFileError
@@ -340,16 +341,20 @@ def test_what_is_no_record_is_refused(value):
         AnchorRecord.from_dict(value)
 
 
+def candidate_for(path):
+    return find_anchor_candidate(SaveJob(path, Policy(), 8), WEIGHTS)
+
+
 def test_an_anchor_that_is_gone_or_a_link_is_not_used(tmp_path):
     save_run(tmp_path, Policy(), steps=2)
     anchor = next((tmp_path / "checkpoint-2").glob("*.anchor"))
     content = anchor.read_bytes()
     shutil.rmtree(tmp_path / "checkpoint-1")
     anchor.unlink()
-    assert find_anchor_candidate(tmp_path / "checkpoint-3", WEIGHTS) is None
+    assert candidate_for(tmp_path / "checkpoint-3") is None
     (tmp_path / "outside").write_bytes(content)
     anchor.symlink_to(tmp_path / "outside")
-    assert find_anchor_candidate(tmp_path / "checkpoint-3", WEIGHTS) is None
+    assert candidate_for(tmp_path / "checkpoint-3") is None
     os.unlink(anchor)
 
 
@@ -368,13 +373,13 @@ def test_saves_that_follow_each_other_more_closely_get_finer_steps(tmp_path):
 def test_a_save_is_as_far_from_the_last_one_before_it_as_their_names_say(tmp_path):
     for number in (100, 200, 900):
         save(tmp_path, number, {"w": base_weight(number)})
-    found = {n: find_anchor_candidate(tmp_path / f"checkpoint-{n}", WEIGHTS) for n in (150, 220, 1000)}
+    found = {n: candidate_for(tmp_path / f"checkpoint-{n}") for n in (150, 220, 1000)}
     assert {number: source and source.interval_steps for number, source in found.items()} == {
         150: 50,
         220: 20,
         1000: 100,
     }
-    elsewhere = find_anchor_candidate(tmp_path / "best", WEIGHTS)
+    elsewhere = candidate_for(tmp_path / "best")
     assert elsewhere is not None
     assert elsewhere.interval_steps is None
     assert elsewhere.fineness == 1
