@@ -136,15 +136,6 @@ def require_fields(where: str, value: object, kinds: Mapping[str, Kind]) -> Mapp
     return value
 
 
-def require_report(where: str, report: Mapping[str, Any]) -> None:
-    """Check that the report of an encoded file is as the encoder writes it; empty, it is of a file stored as it is."""
-    if not report:
-        return
-    require_fields(where, report, _REPORT)
-    for index, tensor in enumerate(report["tensors"]):
-        require_fields(f"{where}.tensors[{index}]", tensor, _TENSOR)
-
-
 def require_anchor(where: str, record: object) -> None:
     """Check that the record of an anchor is as a save writes it (see `AnchorRecord`)."""
     _require_amounts(f"{where}.delta_rms", require_fields(where, record, _ANCHOR)["delta_rms"])
@@ -319,7 +310,10 @@ def _parse(value: dict[str, Any]) -> Manifest:
             raise _corrupt("files", "relative file names inside the directory", repr(name))
         where = f"files[{name!r}]"
         require_fields(where, entry, FILE)
-        require_report(f"{where}.report", entry["report"])
+        if entry["report"]:  # it is empty for a file stored as it is
+            report = require_fields(f"{where}.report", entry["report"], _REPORT)
+            for index, tensor in enumerate(report["tensors"]):
+                require_fields(f"{where}.report.tensors[{index}]", tensor, _TENSOR)
         files[name] = FileEntry(entry["size_bytes"], entry["sha256"], entry["report"])
     rounded_before = require_fields("rounded_before", value.get("rounded_before", {}), {})
     for name, amounts in rounded_before.items():

@@ -229,17 +229,13 @@ def write_complete_manifest(path: Path, previous: Manifest | None, manifest: Man
     for name, status in list_files(path).items():
         if name in files or name == MANIFEST_NAME or not stat.S_ISREG(status.st_mode):
             continue
-        if name.startswith(RNG_PREFIX) and file_problem(path / name):
+        file, known = path / name, previous.files.get(name) if previous else None
+        if name.startswith(RNG_PREFIX) and file_problem(file):
             continue  # another rank is still writing it
-        files[name] = FileEntry.of(path / name, _known_report(path, name, previous))
+        report = known.report if known else None
+        if known is None and is_torch_file(file) and is_encoded(file):  # an interruption left no manifest
+            report = read_report(file)
+        files[name] = FileEntry.of(file, report)
     manifest = with_earlier_rounding(replace(manifest, files=files), previous, manifest.files)
     write_manifest(path, manifest)
     return manifest
-
-
-def _known_report(directory: Path, name: str, previous: Manifest | None) -> Mapping[str, Any] | None:
-    """Return the report of a file that was not rewritten, also where an interruption left no manifest."""
-    if previous is not None and name in previous.files:
-        return previous.files[name].report
-    path = directory / name
-    return read_report(path) if is_torch_file(path) and is_encoded(path) else None

@@ -53,12 +53,10 @@ OPTIMIZER_NAMES = (OPTIMIZER_NAME, "optimizer.bin")
 FSDP_WEIGHTS_NAME = "pytorch_model_fsdp.bin"
 
 # What a Trainer loads beside the weights that others load.
-_RESUMED_FROM = (*OPTIMIZER_NAMES, FSDP_WEIGHTS_NAME)
-_READ_BY_A_RESUME = frozenset({STATE_NAME, *_RESUMED_FROM, *ENTRY_POINTS})
+RESUMED_FROM = (*OPTIMIZER_NAMES, FSDP_WEIGHTS_NAME)
+_READ_BY_A_RESUME = frozenset({STATE_NAME, *RESUMED_FROM, *ENTRY_POINTS})
 # Loaders open these before pytorch_model.bin and adapter_model.bin, so one that is not listed changes what is loaded.
 _PREFERRED_BY_LOADERS = frozenset(name for name in ENTRY_POINTS if ".safetensors" in name)
-
-_NO_WEIGHTS = "no weight file is there"
 
 # Stands among the names of files for the weights outside the run that a checkpoint needs.
 BASE_PROBLEM = "its base"
@@ -70,29 +68,13 @@ def progress_problem(directory: Path) -> str | None:
     return file_problem(state if state.is_file() else directory / TRAINER_STATE_NAME)
 
 
-def missing_problem(directory: Path) -> str | None:
-    """Say that a checkpoint in whole files has no weights, or return None."""
-    return None if _weights(directory) else _NO_WEIGHTS
-
-
-def resume_problem(directory: Path) -> str | None:
-    """Say why a resume could not read whole files, as far as checksums and anchors show, or return None."""
-    weights = _weights(directory)[:1]
-    if not weights:
-        return _NO_WEIGHTS
-    others = [directory / name for name in _RESUMED_FROM if (directory / name).exists()]
-    checks = [(weights_problem, weights), (file_problem, others), (_anchor_problem, weights + others)]
-    problems = (check(file) for check, files in checks for file in files)
-    return next(filter(None, problems), None)
-
-
-def _weights(directory: Path) -> list[Path]:
+def entry_points(directory: Path) -> list[Path]:
     """Return the files of weights that a loader may open first, those of further adapters in their own folders."""
     folders = [directory, *sorted(path for path in directory.iterdir() if path.is_dir())]
     return [folder / name for folder in folders for name in ENTRY_POINTS if (folder / name).is_file()]
 
 
-def _anchor_problem(path: Path) -> str | None:
+def anchor_problem(path: Path) -> str | None:
     """Say which anchor or base a file of weights needs and cannot read, or return None."""
     register_anchor_directory(path.parent)  # as whoever loads the checkpoint does
     try:

@@ -29,11 +29,13 @@ from hf_trainweights.checkpoint.run.verification import (
     FSDP_WEIGHTS_NAME,
     OPTIMIZER_NAMES,
     PROGRESS_NAMES,
+    RESUMED_FROM,
     STATE_NAME,
-    missing_problem,
+    anchor_problem,
+    entry_points,
     require_intact,
     require_undamaged,
-    resume_problem,
+    weights_problem,
 )
 from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME, Weights, save_tree, save_weights
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnstorableError, UnsupportedError
@@ -66,11 +68,14 @@ class WholeLayout:
 
     def missing_problem(self) -> str | None:
         """Say that there are no weights, or return None."""
-        return missing_problem(self.path)
+        return None if entry_points(self.path) else "no weight file is there"
 
     def problem(self) -> str | None:
         """Say why a resume could not read the files, as far as checksums and anchors show, or return None."""
-        return resume_problem(self.path)
+        others = [self.path / name for name in RESUMED_FROM if (self.path / name).exists()]
+        files = [*entry_points(self.path)[:1], *others]
+        problems = (check(file) for check in (weights_problem, anchor_problem) for file in files)
+        return self.missing_problem() or next(filter(None, problems), None)
 
     def unlisted(self, directory: Path) -> list[Path]:
         """List what an interrupted save has left."""
