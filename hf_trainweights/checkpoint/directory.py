@@ -28,8 +28,8 @@ from hf_trainweights.checkpoint.run.checkpoints import (
 from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, BaseChoice, SaveJob, require_count
 from hf_trainweights.checkpoint.run.ranks import Ranks, all_ranks
 from hf_trainweights.checkpoint.run.verification import (
+    intact_manifest,
     progress_problem,
-    require_intact,
     require_undamaged,
     verify_checkpoint,
 )
@@ -325,7 +325,7 @@ def _is_damaged(checkpoints: Sequence[Path]) -> bool:
     """Return whether a checkpoint of a run cannot be read whole, and say in a warning which one."""
     for directory in checkpoints:
         try:
-            if require_intact(directory) is None:
+            if intact_manifest(directory) is None:
                 require_undamaged(directory, [anchor.name for anchor in unused_anchors(directory)])
         except (CorruptFileError, OSError) as error:
             if directory.is_dir():  # otherwise another process has removed it

@@ -24,7 +24,7 @@ from hf_trainweights.checkpoint.loop.module_state import (
 )
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest, require_json
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.run.verification import require_intact
+from hf_trainweights.checkpoint.run.verification import intact_manifest
 from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME, Weights, save_new_directory
 from hf_trainweights.errors import ConfigError, CorruptFileError, TrainWeightsError
 
@@ -141,7 +141,7 @@ class VersionedModelSaver:
             CorruptFileError: A file is damaged, or the model that was built is not the one that was saved.
         """
         path = self._path(version)
-        manifest = require_intact(path)
+        manifest = intact_manifest(path)
         if manifest is None:
             known = ", ".join(self.list_versions()) or "none yet"
             raise ConfigError("version", f"one of those in {self._base_dir}: {known}", version, "Choose one of these.")

@@ -30,7 +30,7 @@ from hf_trainweights.checkpoint.manifest import Manifest, require_progress
 from hf_trainweights.checkpoint.planning.policy import ModeName, Policy
 from hf_trainweights.checkpoint.planning.roles import optimizer_parameter_names
 from hf_trainweights.checkpoint.run.job import BaseChoice
-from hf_trainweights.checkpoint.run.verification import OPTIMIZER_NAME, STATE_NAME, require_intact
+from hf_trainweights.checkpoint.run.verification import OPTIMIZER_NAME, STATE_NAME, intact_manifest
 from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME, Weights, save_new_directory
 from hf_trainweights.errors import ConfigError, CorruptFileError
 
@@ -282,7 +282,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
         {'note': [1, 2.5]}
     """
     path = Path(path)
-    require_intact(path)
+    intact_manifest(path)
     return load_verified(path)
 
 

@@ -231,8 +231,8 @@ def verify_checkpoint(path: str | Path) -> CheckpointReport:
     return CheckpointReport(directory, manifest, problems, tuple(foreign))
 
 
-def require_intact(path: Path) -> Manifest | None:
-    """Verify a checkpoint that has a manifest, and return it; CorruptFileError: something is damaged or missing.
+def intact_manifest(path: Path) -> Manifest | None:
+    """Verify a checkpoint and return its manifest, None without one; CorruptFileError: it or a file is damaged.
 
     MissingAnchorError: it is whole, but the base that it needs is gone.
     """

@@ -33,7 +33,7 @@ from hf_trainweights.checkpoint.run.verification import (
     STATE_NAME,
     anchor_problem,
     entry_points,
-    require_intact,
+    intact_manifest,
     require_undamaged,
     weights_problem,
 )
@@ -96,7 +96,7 @@ class WholeLayout:
         path, inventory = self.path, Inventory(self.path)
         if not job.weights_only:
             inventory.require_training_state()
-        previous = require_intact(path)
+        previous = intact_manifest(path)
         # With the same choices a second call finds nothing left to do.
         recorded: dict[str, Any] = {"policy": job.policy.to_dict(), "keep_weights": job.keep_weights}
         if job.base is not None:
@@ -118,7 +118,7 @@ class WholeLayout:
     def restore(self) -> Manifest:
         """Turn the files back into plain ones that torch.load reads without this package."""
         path, inventory = self.path, Inventory(self.path)
-        previous = require_intact(path)
+        previous = intact_manifest(path)
         require_undamaged(path, previous.files if previous else ())
         lost = dict(previous.rounded_before) if previous else {}
         with rewriting(path):

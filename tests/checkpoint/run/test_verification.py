@@ -15,7 +15,7 @@ from hf_trainweights.checkpoint.manifest import (
     read_manifest,
 )
 from hf_trainweights.checkpoint.run import verification
-from hf_trainweights.checkpoint.run.verification import require_intact, verify_checkpoint
+from hf_trainweights.checkpoint.run.verification import intact_manifest, verify_checkpoint
 from hf_trainweights.errors import CorruptFileError, MissingAnchorError
 
 
@@ -24,7 +24,7 @@ def test_an_untouched_checkpoint_verifies(checkpoint):
     assert report.ok
     assert report.intact
     assert report.manifest == read_manifest(checkpoint)
-    assert require_intact(checkpoint) == report.manifest
+    assert intact_manifest(checkpoint) == report.manifest
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "optimizer.pt", "sub/more.bin"])
@@ -40,7 +40,7 @@ def test_what_is_damaged_is_refused_by_name(checkpoint):
     name = "optimizer.pt"
     (checkpoint / name).write_bytes(b"Moments")
     with pytest.raises(CorruptFileError, match=f"{name}.*other content"):
-        require_intact(checkpoint)
+        intact_manifest(checkpoint)
 
 
 def test_a_missing_file_is_found(checkpoint):
