@@ -15,9 +15,6 @@ T = TypeVar("T")
 # What came of some work: what it returned, or what it raised.
 Outcome = tuple[Any, Exception | None]
 
-# Tells a rank that a part of the work follows; every other message is how the work ended.
-_TAKE_PART = b""
-
 # While the coordinator reads a whole run, the others wait for longer than training ever does.
 _PATIENCE = timedelta(days=1)
 
@@ -42,10 +39,12 @@ class Ranks:
         if self.rank == 0:
             outcome = _outcome(work)
             if self.size > 1:
-                self._broadcast(_pickled(outcome))
+                self._scatter([(False, _pickled(outcome))] * self.size)
         else:
-            while not (message := self._broadcast(_TAKE_PART)):
-                self._gather(_pickled(_outcome(lambda part: pickle.loads(part)(), self._scatter([]))))
+            is_part, message = self._scatter([])
+            while is_part:
+                self._gather(_pickled(_outcome(lambda part: pickle.loads(part)(), message)))
+                is_part, message = self._scatter([])
             outcome = pickle.loads(message)
         return _value(outcome)
 
@@ -56,9 +55,7 @@ class Ranks:
         """
         if self.size == 1:
             return [parts[0]()]
-        messages = [pickle.dumps(part) for part in parts]  # or an error, before the others are told to listen
-        self._broadcast(_TAKE_PART)
-        self._scatter(messages)
+        self._scatter([(True, pickle.dumps(part)) for part in parts])
         return [_value(pickle.loads(each)) for each in self._gather(_pickled(_outcome(parts[0])))]
 
     def gather(self, work: Callable[[], T]) -> list[T]:
@@ -81,15 +78,9 @@ class Ranks:
         dist.all_reduce(count, group=self._group)
         return bool(count)
 
-    def _broadcast(self, message: bytes) -> bytes:
-        """Return on every rank the message of the coordinator."""
-        box = [message]
-        dist.broadcast_object_list(box, group=self._group, group_src=0)
-        return box[0]
-
-    def _scatter(self, messages: list[bytes]) -> bytes:
-        """Return on every rank its own one of the messages of the coordinator."""
-        box = [b""]
+    def _scatter(self, messages: list[tuple[bool, bytes]]) -> tuple[bool, bytes]:
+        """Return on every rank the coordinator's message for it: a part of the work (True), or how the work ended."""
+        box = [(False, b"")]
         dist.scatter_object_list(box, messages or None, group=self._group, group_src=0)
         return box[0]
 

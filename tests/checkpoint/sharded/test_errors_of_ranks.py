@@ -55,10 +55,7 @@ class ThreadRanks(Ranks):
         super().__init__()
         self.rank, self.size, self.meeting = rank, RANKS, meeting
 
-    def _broadcast(self, message: bytes) -> bytes:
-        return self.meeting.exchange(self.rank, "broadcast", message)[0]
-
-    def _scatter(self, messages: list[bytes]) -> bytes:
+    def _scatter(self, messages: list[tuple[bool, bytes]]) -> tuple[bool, bytes]:
         return self.meeting.exchange(self.rank, "scatter", messages)[0][self.rank]
 
     def _gather(self, message: bytes) -> list[bytes]:
