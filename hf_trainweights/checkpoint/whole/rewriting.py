@@ -186,14 +186,6 @@ def weight_files(path: Path) -> list[Path]:
     return files
 
 
-def read_weights(first: Path) -> dict[str, Any]:
-    """Return the state dict in a weight file, or in the shards of an index, on the CPU, mapped where it can be."""
-    state: dict[str, Any] = {}
-    for name in shard_names(first) if first.name.endswith(".index.json") else [first.name]:
-        state |= _read_weight_file(first.parent / name)
-    return state
-
-
 def load_if_possible(path: Path) -> Any:
     """Load a torch file as `load_file` does, mapped and on the CPU; None if it holds more than data, or is none."""
     try:
@@ -202,8 +194,12 @@ def load_if_possible(path: Path) -> Any:
         return None
 
 
-def _read_weight_file(path: Path) -> dict[str, Any]:
+def read_weights(path: Path) -> dict[str, Any]:
+    """Return the state dict in a weight file, or in the shards of an index, on the CPU, mapped where it can be."""
     next_step = "Use another checkpoint, or restore this one from a copy."
+    if path.name.endswith(".index.json"):
+        shards = [read_weights(path.parent / name) for name in shard_names(path)]
+        return {name: tensor for shard in shards for name, tensor in shard.items()}
     if path.suffix == ".safetensors":
         require_regular_file(path)
         try:
