@@ -186,7 +186,7 @@ def warnings_in_one_line() -> Iterator[None]:
 def rewrite(directory: Path, function: Callable[[Path], Manifest]) -> dict[str, Any]:
     """Rewrite a checkpoint where it is, say what it warned of, and return what is shown of it."""
     from hf_trainweights.checkpoint.manifest import shown_mode, total_rounding
-    from hf_trainweights.checkpoint.run.verification import size_bytes
+    from hf_trainweights.checkpoint.run.checkpoints import size_bytes
 
     bytes_before, before = size_bytes(directory), _manifest_of(directory)
     with warnings_in_one_line():

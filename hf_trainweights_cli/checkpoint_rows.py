@@ -82,8 +82,11 @@ def verification_row(directory: Path) -> dict[str, Any]:
     from hf_trainweights.checkpoint.dcp.reader import dcp_directories
     from hf_trainweights.checkpoint.directory import layout_of, plain_problem
     from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
-    from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, converted_weights_problem
-    from hf_trainweights.checkpoint.run.verification import verify_checkpoint
+    from hf_trainweights.checkpoint.run.checkpoints import (
+        checkpoint_directories,
+        converted_weights_problem,
+        verify_checkpoint,
+    )
 
     path = directory.resolve()
     sharded = dcp_directories(path)

@@ -27,7 +27,7 @@ from benchmarks.checkpoints.runs import MINILM, NAMES_FILE, RUNS, SAVES, STEPS_A
 from hf_trainweights import TrainWeightsCheckpointCallback
 from hf_trainweights.checkpoint.directory import compress_directory
 from hf_trainweights.checkpoint.manifest import Manifest
-from hf_trainweights.checkpoint.run.verification import OPTIMIZER_NAME
+from hf_trainweights.checkpoint.run.checkpoints import OPTIMIZER_NAME
 from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME
 
 PLAIN_WEIGHTS_NAME = "model.safetensors"

@@ -27,8 +27,8 @@ from benchmarks.checkpoints.runs import RUNS
 from benchmarks.memory import Peak
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.run.checkpoints import OPTIMIZER_NAME
 from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, SaveJob
-from hf_trainweights.checkpoint.run.verification import OPTIMIZER_NAME
 from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME, Weights, save_tree, save_weights
 
 REPEATS = 3

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         save_checkpoint,
     )
     from hf_trainweights.checkpoint.planning.policy import Policy
-    from hf_trainweights.checkpoint.run.verification import verify_checkpoint
+    from hf_trainweights.checkpoint.run.checkpoints import verify_checkpoint
     from hf_trainweights.checkpoint.versions import VersionedModelSaver
 
 __all__ = [
@@ -66,7 +66,7 @@ __getattr__ = _lazy(
         "restore_checkpoint": "loop.training_state",
         "restore_directory": "directory",
         "save_checkpoint": "loop.training_state",
-        "verify_checkpoint": "run.verification",
+        "verify_checkpoint": "run.checkpoints",
     },
 )
 

@@ -24,15 +24,13 @@ from hf_trainweights.checkpoint.run.checkpoints import (
     checkpoint_directories,
     checkpoint_step,
     converted_weights_problem,
-)
-from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, BaseChoice, SaveJob, require_count
-from hf_trainweights.checkpoint.run.ranks import Ranks, all_ranks
-from hf_trainweights.checkpoint.run.verification import (
     intact_manifest,
     progress_problem,
     require_undamaged,
     verify_checkpoint,
 )
+from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, BaseChoice, SaveJob, require_count
+from hf_trainweights.checkpoint.run.ranks import Ranks, all_ranks
 from hf_trainweights.checkpoint.sharded.rewriting import ShardedLayout
 from hf_trainweights.checkpoint.whole.rewriting import WholeLayout
 from hf_trainweights.errors import CorruptFileError

@@ -24,7 +24,7 @@ from hf_trainweights.checkpoint.loop.module_state import (
 )
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest, require_json
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.run.verification import intact_manifest
+from hf_trainweights.checkpoint.run.checkpoints import intact_manifest
 from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME, Weights, save_new_directory
 from hf_trainweights.errors import ConfigError, CorruptFileError, TrainWeightsError
 

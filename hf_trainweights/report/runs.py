@@ -11,8 +11,7 @@ from typing import TypeGuard
 
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest import Manifest, read_manifest, shown_mode
-from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, checkpoint_step
-from hf_trainweights.checkpoint.run.verification import OPTIMIZER_NAME
+from hf_trainweights.checkpoint.run.checkpoints import OPTIMIZER_NAME, checkpoint_directories, checkpoint_step
 from hf_trainweights.errors import TrainWeightsError
 from hf_trainweights.files.reading import TORCH_SUFFIXES, open_regular_file
 from hf_trainweights.report.charts import WIDTH, Bar, Curve, bar_chart, line_chart, size, size_unit

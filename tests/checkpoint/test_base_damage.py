@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from simulated_disk import replay
 
 from hf_trainweights.checkpoint.directory import compress_directory, latest, restore_directory
-from hf_trainweights.checkpoint.run.verification import verify_checkpoint
+from hf_trainweights.checkpoint.run.checkpoints import verify_checkpoint
 from hf_trainweights.checkpoint.whole.rewriting import read_weights, weight_files
 
 

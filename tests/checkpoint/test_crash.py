@@ -20,8 +20,7 @@ from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.loop.manager import CheckpointManager
 from hf_trainweights.checkpoint.loop.training_state import load_checkpoint, save_checkpoint, save_training_state
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.run.checkpoints import mark_run
-from hf_trainweights.checkpoint.run.verification import verify_checkpoint
+from hf_trainweights.checkpoint.run.checkpoints import mark_run, verify_checkpoint
 from hf_trainweights.checkpoint.whole.rewriting import replace_weights
 from hf_trainweights.errors import CorruptFileError, SaveError
 from hf_trainweights.files import atomic, disk

@@ -20,7 +20,7 @@ from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, rea
 from hf_trainweights.checkpoint.loop.manager import CheckpointManager
 from hf_trainweights.checkpoint.loop.training_state import load_checkpoint
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
-from hf_trainweights.checkpoint.run.verification import verify_checkpoint
+from hf_trainweights.checkpoint.run.checkpoints import verify_checkpoint
 from hf_trainweights.errors import CorruptFileError, TrainWeightsError
 
 pytestmark = pytest.mark.slow  # each goes through many places of a file

@@ -23,8 +23,8 @@ from hf_trainweights.checkpoint.manifest import (
     total_rounding,
     write_manifest,
 )
+from hf_trainweights.checkpoint.run.checkpoints import verify_checkpoint
 from hf_trainweights.checkpoint.run.job import rewriting
-from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError
 from hf_trainweights.files.reading import sign_json
 

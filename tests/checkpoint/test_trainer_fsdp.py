@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 
 from hf_trainweights import TrainWeightsCheckpointCallback, latest
 from hf_trainweights.checkpoint import verify_checkpoint
-from hf_trainweights.checkpoint.run.verification import size_bytes
+from hf_trainweights.checkpoint.run.checkpoints import size_bytes
 from hf_trainweights.distributed import latest_on_all_ranks
 from hf_trainweights.files import disk
 

@@ -19,7 +19,7 @@ from trees import fingerprint
 from hf_trainweights import TrainWeightsCheckpointCallback, TrainWeightsConfig, quantize_
 from hf_trainweights.checkpoint.encoded.reader import is_encoded
 from hf_trainweights.checkpoint.manifest import read_manifest
-from hf_trainweights.checkpoint.run.verification import verify_checkpoint
+from hf_trainweights.checkpoint.run.checkpoints import verify_checkpoint
 
 # One epoch has 8 batches and ends at step 8 without accumulation, so a run that saves here stops within an epoch.
 SAVED = 3

@@ -45,7 +45,7 @@ MOMENTS = {
     "checkpoint compress {run}": "hf_trainweights.files.atomic._NewFile.sync",
     "checkpoint compress {run} --dry-run": "hf_trainweights.files.atomic._NewFile.sync",
     "checkpoint restore {run}": "hf_trainweights.files.atomic._NewFile.sync",
-    "checkpoint verify {run}": "hf_trainweights.checkpoint.run.verification.verify_checkpoint",
+    "checkpoint verify {run}": "hf_trainweights.checkpoint.run.checkpoints.verify_checkpoint",
     "checkpoint diff {run}/checkpoint-1 {run}/checkpoint-2": "hf_trainweights.inspection.difference._difference",
 }
 FEW = {moment: line for line, moment in MOMENTS.items()}.values()  # one for each moment

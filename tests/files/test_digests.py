@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from hf_trainweights import TrainWeightsConfig, latest, quantize_, verify_model
 from hf_trainweights.checkpoint.directory import compress_directory
-from hf_trainweights.checkpoint.run.verification import verify_checkpoint
+from hf_trainweights.checkpoint.run.checkpoints import verify_checkpoint
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.digests import digests_name, write_digests
 from hf_trainweights.files.weight_files import is_weight_file

@@ -16,7 +16,7 @@ from hf_trainweights.checkpoint.encoded.reader import load_file, register_anchor
 from hf_trainweights.checkpoint.loop.training_state import save_training_state
 from hf_trainweights.checkpoint.manifest import read_manifest
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.run.verification import verify_checkpoint
+from hf_trainweights.checkpoint.run.checkpoints import verify_checkpoint
 
 MODES = ("near-lossless", "compact")
 STEPS = (10, 20, 30, 40)

@@ -15,7 +15,7 @@ from golden.test_checkpoints import STEPS, optimizer, weights
 from torch.distributed.checkpoint import state_dict_saver
 
 from hf_trainweights.checkpoint.planning.policy import MODES
-from hf_trainweights.checkpoint.run.verification import verify_checkpoint
+from hf_trainweights.checkpoint.run.checkpoints import verify_checkpoint
 from hf_trainweights.distributed import TrainWeightsWriter
 
 ZSTD_VERSION = ".".join(map(str, zstandard.ZSTD_VERSION))

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_trainweights import TrainWeightsCheckpointCallback
 from hf_trainweights.checkpoint.encoded.reader import load_file
-from hf_trainweights.checkpoint.run.verification import verify_checkpoint
+from hf_trainweights.checkpoint.run.checkpoints import verify_checkpoint
 from hf_trainweights.errors import MissingAnchorError
 
 REPOSITORY = "tester/base"

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_trainweights import TrainWeightsCheckpointCallback, TrainWeightsConfig, quantize_
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file
-from hf_trainweights.checkpoint.run.verification import verify_checkpoint
+from hf_trainweights.checkpoint.run.checkpoints import verify_checkpoint
 
 LLAMA = ARCHITECTURES["llama"]
 pytestmark = [

@@ -12,7 +12,7 @@ from soak.scenario import Scenario, require, require_equal, require_no_leftovers
 
 from hf_trainweights.checkpoint.directory import collect_garbage, compress_directory, latest, restore_directory
 from hf_trainweights.checkpoint.encoded.reader import load_file
-from hf_trainweights.checkpoint.run.verification import verify_checkpoint
+from hf_trainweights.checkpoint.run.checkpoints import verify_checkpoint
 
 
 class CompressesAndRestores(Scenario):

@@ -13,8 +13,7 @@ from torch import Tensor
 from hf_trainweights.checkpoint.directory import check_checkpoint
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_report
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
-from hf_trainweights.checkpoint.run.checkpoints import MARK_NAME, checkpoint_directories
-from hf_trainweights.checkpoint.run.verification import verify_checkpoint
+from hf_trainweights.checkpoint.run.checkpoints import MARK_NAME, checkpoint_directories, verify_checkpoint
 from hf_trainweights.files.disk import TEMPORARY_PREFIX
 
 

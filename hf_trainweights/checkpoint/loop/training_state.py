@@ -29,8 +29,8 @@ from hf_trainweights.checkpoint.loop.progress import rng_state, set_rng_state
 from hf_trainweights.checkpoint.manifest import Manifest, require_progress
 from hf_trainweights.checkpoint.planning.policy import ModeName, Policy
 from hf_trainweights.checkpoint.planning.roles import optimizer_parameter_names
+from hf_trainweights.checkpoint.run.checkpoints import OPTIMIZER_NAME, STATE_NAME, intact_manifest
 from hf_trainweights.checkpoint.run.job import BaseChoice
-from hf_trainweights.checkpoint.run.verification import OPTIMIZER_NAME, STATE_NAME, intact_manifest
 from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME, Weights, save_new_directory
 from hf_trainweights.errors import ConfigError, CorruptFileError
 

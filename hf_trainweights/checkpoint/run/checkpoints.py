@@ -1,29 +1,82 @@
-"""What the directory of a run holds: checkpoints called `checkpoint-<step>`, and maybe a mark beside them.
+"""The checkpoints of a run on the disk: which there are, which of them are whole, and which a Trainer may resume from.
+
+A checkpoint is compared with its manifest or, without digests, as far as a look at it shows.
 
 A model's files may name weights otherwise than its modules do. A stock Trainer leaves such weights at their starting
 values when it resumes from files that it has written itself. The callback replaces these files in every checkpoint, but
-the process may die first. So the mark is there from the start: it names weights that only the Trainer's own files have,
-and a checkpoint that has one of them is not resumed from.
+the process may die first. So a mark is in the run's directory from the start: it names weights that only the Trainer's
+own files have, and a checkpoint that has one of them is not resumed from.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import stat
-from collections.abc import Set
+import zipfile
+from collections.abc import Collection, Mapping, Set
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from hf_trainweights.files.atomic import replace_file, save_errors
+from safetensors import SafetensorError, safe_open
+
+from hf_trainweights.checkpoint.encoded.decoder import open_anchor
+from hf_trainweights.checkpoint.encoded.reader import (
+    find_base,
+    is_encoded,
+    load_file,
+    read_structure,
+    register_anchor_directory,
+    verify_anchor,
+)
+from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
+from hf_trainweights.checkpoint.encoded.workers import in_order, worker_count
+from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest
+from hf_trainweights.errors import CorruptFileError, MissingAnchorError
+from hf_trainweights.files.atomic import SHOWN_PREFIXES, replace_file, save_errors
+from hf_trainweights.files.disk import TEMPORARY_PREFIX
+from hf_trainweights.files.reading import (
+    TORCH_SUFFIXES,
+    check_member,
+    file_sha256,
+    is_torch_zip,
+    open_regular_file,
+    open_zip,
+    require_regular_file,
+)
 from hf_trainweights.files.safetensors_file import read_safetensors_header
-from hf_trainweights.files.weight_files import safetensors_files
+from hf_trainweights.files.weight_files import ENTRY_POINTS, safetensors_files, shard_names
 
 # No cleaner takes this name for a temporary one, and a Trainer pushes nothing that begins with an underscore.
 MARK_NAME = "_trainweights_run.json"
 _KEY = "converted_names"
 
 _CHECKPOINT_NAME = re.compile(r"checkpoint-\d+")
+
+# Progress and extras of a plain loop, written by `save_checkpoint`.
+STATE_NAME = "trainweights_state.pt"
+TRAINER_STATE_NAME = "trainer_state.json"
+# Any of them says how far training had come.
+PROGRESS_NAMES = (STATE_NAME, TRAINER_STATE_NAME, MANIFEST_NAME)
+# Each rank writes one, when it comes to it.
+RNG_PREFIX = "rng_state"
+
+OPTIMIZER_NAME = "optimizer.pt"
+# What a Trainer writes under FSDP with FULL_STATE_DICT, and resumes from: the same state that other files hold.
+OPTIMIZER_NAMES = (OPTIMIZER_NAME, "optimizer.bin")
+FSDP_WEIGHTS_NAME = "pytorch_model_fsdp.bin"
+
+# What a Trainer loads beside the weights that others load.
+RESUMED_FROM = (*OPTIMIZER_NAMES, FSDP_WEIGHTS_NAME)
+_READ_BY_A_RESUME = frozenset({STATE_NAME, *RESUMED_FROM, *ENTRY_POINTS})
+# Loaders open these before pytorch_model.bin and adapter_model.bin, so one that is not listed changes what is loaded.
+_PREFERRED_BY_LOADERS = frozenset(name for name in ENTRY_POINTS if ".safetensors" in name)
+
+# Stands among the names of files for the weights outside the run that a checkpoint needs.
+BASE_PROBLEM = "its base"
 
 
 def checkpoint_directories(root: str | Path) -> list[Path]:
@@ -61,6 +114,235 @@ def steps_since_last_save(path: Path) -> int | None:
     # Later ones are of a run that was resumed from before them.
     newest_first = map(checkpoint_step, checkpoint_directories(path.parent))
     return next((step - saved for saved in newest_first if saved < step), None)
+
+
+def progress_problem(directory: Path) -> str | None:
+    """Say why a resume would not find out how far a checkpoint's training had come, or return None."""
+    state = directory / STATE_NAME
+    return file_problem(state if state.is_file() else directory / TRAINER_STATE_NAME)
+
+
+def entry_points(directory: Path) -> list[Path]:
+    """Return the files of weights that a loader may open first, those of further adapters in their own folders."""
+    folders = [directory, *sorted(path for path in directory.iterdir() if path.is_dir())]
+    return [folder / name for folder in folders for name in ENTRY_POINTS if (folder / name).is_file()]
+
+
+def anchor_problem(path: Path) -> str | None:
+    """Say which anchor or base a file of weights needs and cannot read, or return None."""
+    register_anchor_directory(path.parent)  # as whoever loads the checkpoint does
+    try:
+        _require_anchor(path)
+    except MissingAnchorError as error:
+        return f"{path.name} needs its {error.where}: {error.found}"
+    except (CorruptFileError, OSError) as error:
+        return f"{path.name} cannot be decoded: {error}"
+    return None
+
+
+def _require_anchor(path: Path) -> None:
+    """Open the anchor or the base of an encoded file."""
+    anchor = read_structure(path).get("anchor") if is_encoded(path) else None
+    if anchor is not None:
+        open_anchor(anchor)
+
+
+def require_undamaged(directory: Path, verified: Collection[str]) -> None:
+    """Check all files of a checkpoint but the `verified` ones, before a manifest says that they are whole.
+
+    What several ranks write is left out: another rank may not be done. CorruptFileError: a file is not as it was
+    written, as far as its checksums or its structure show. MissingAnchorError: an encoded one needs an anchor that is
+    found nowhere.
+    """
+    register_anchor_directory(directory)
+    for name, status in list_files(directory).items():
+        if name in verified or name.startswith(RNG_PREFIX) or not stat.S_ISREG(status.st_mode):
+            continue
+        path = directory / name
+        problem = file_problem(path, is_torch=path.name in _READ_BY_A_RESUME)
+        if problem:
+            next_step = "Nothing was changed. Use another checkpoint, restore the file from a copy, or remove it."
+            raise CorruptFileError(str(path), "a whole file", problem, next_step)
+        if path.suffix in TORCH_SUFFIXES:
+            _require_anchor(path)
+
+
+def file_problem(path: Path, *, is_torch: bool = True) -> str | None:
+    """Say why a file is not as it was written, as far as its checksums or structure show, or return None.
+
+    Without `is_torch` it may be another program's, although its suffix is one of torch's.
+    """
+    try:
+        _read_through(path, is_torch)
+    except (CorruptFileError, OSError, SafetensorError, TypeError, ValueError, RecursionError) as error:
+        return f"{path.name} cannot be read: {error}"
+    return None
+
+
+def _read_through(path: Path, is_torch: bool) -> None:
+    """Raise what a damaged file causes; nothing where its format has nothing that shows it."""
+    if path.name == TRAINER_STATE_NAME:
+        with open_regular_file(path) as file:
+            if not isinstance(json.load(file), dict):
+                raise TypeError("it is not a JSON object")
+    elif path.suffix == ".safetensors":
+        require_regular_file(path)
+        with safe_open(path, framework="pt") as tensors:
+            tensors.keys()
+    elif path.suffix == ANCHOR_SUFFIX:
+        verify_anchor(path)
+    elif path.suffix in TORCH_SUFFIXES:
+        if is_torch_zip(path) or zipfile.is_zipfile(path):  # it begins like one, or ends like one
+            _read_zip(path)
+        elif is_torch:
+            load_file(path)  # PyTorch before 1.6 wrote no zip archives
+
+
+def _read_zip(path: Path) -> None:
+    with open_zip(path) as archive:
+        tasks = [(member.file_size, partial(check_member, archive, member)) for member in archive.infolist()]
+        workers = worker_count(sum(size_bytes for size_bytes, _ in tasks))
+        for _ in in_order(tasks, workers, lambda _: 0):
+            pass
+
+
+def weights_problem(path: Path) -> str | None:
+    """Say why a weight file or an index cannot be loaded, as far as its structure shows, or return None."""
+    try:
+        names = shard_names(path) if path.name.endswith(".index.json") else [path.name]
+    except (CorruptFileError, OSError) as error:
+        return f"{path.name} cannot be read: {error}"
+    return next(filter(None, (file_problem(path.parent / name) for name in names)), None)
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """The result of comparing a checkpoint directory with its manifest.
+
+    Args:
+        path: The directory.
+        manifest: What it should hold; None if the manifest is missing or damaged.
+        problems: File name to what is wrong with it; `its base` if that is gone or has changed.
+        foreign: Names of files that the manifest does not list; they are not used and do no harm.
+    """
+
+    path: Path
+    manifest: Manifest | None
+    problems: Mapping[str, str]
+    foreign: tuple[str, ...]
+
+    @property
+    def intact(self) -> bool:
+        """Whether every listed file is there and unchanged, and no other file would be loaded instead."""
+        return not self.problems
+
+    @property
+    def ok(self) -> bool:
+        """Whether the directory holds exactly what was written."""
+        return not self.problems and not self.foreign
+
+
+def verify_checkpoint(path: str | Path) -> CheckpointReport:
+    """Read every file of a checkpoint and compare it with the manifest; a single flipped bit is found.
+
+    Args:
+        path: A checkpoint directory.
+
+    Returns:
+        The report; `report.ok` if nothing is damaged, missing or foreign.
+
+    Raises:
+        OSError: The directory itself cannot be read. What is wrong in it is reported, not raised.
+
+    Examples:
+        >>> import torch
+        >>> from hf_trainweights.checkpoint import CheckpointManager, latest
+        >>> with CheckpointManager("run", every_steps=1) as manager:
+        ...     for step, batch in manager.steps([1, 2], torch.nn.Linear(2, 1)):
+        ...         pass
+        >>> verify_checkpoint(latest("run")).ok
+        True
+    """
+    directory = Path(path)
+    present = list_files(directory)
+    try:
+        manifest = read_manifest(directory)
+    except (CorruptFileError, OSError) as error:
+        return CheckpointReport(directory, None, {MANIFEST_NAME: str(error)}, ())
+    problems = {}
+    for name, entry in manifest.files.items():
+        problem = _file_problem(directory / name, entry, present.get(name))
+        if problem:
+            problems[name] = problem
+    foreign = sorted(set(present) - set(manifest.files) - {MANIFEST_NAME})
+    if manifest.base is not None:
+        try:
+            find_base(manifest.base, directory.absolute())
+        except (CorruptFileError, MissingAnchorError) as error:
+            problems[BASE_PROBLEM] = f"cannot be read: {error}"
+    for name in _PREFERRED_BY_LOADERS.intersection(foreign):
+        problems[name] = "is not part of the checkpoint, but would be loaded instead of it"
+    return CheckpointReport(directory, manifest, problems, tuple(foreign))
+
+
+def intact_manifest(path: Path) -> Manifest | None:
+    """Verify a checkpoint and return its manifest, None without one; CorruptFileError: it or a file is damaged.
+
+    MissingAnchorError: it is whole, but the base that it needs is gone.
+    """
+    if not (path / MANIFEST_NAME).exists():
+        return None
+    report = verify_checkpoint(path)
+    if report.manifest is not None and report.manifest.base is not None and [*report.problems] == [BASE_PROBLEM]:
+        find_base(report.manifest.base, path.absolute())
+    if report.manifest is None or not report.intact:
+        name, problem = next(iter(report.problems.items()))
+        next_step = "Use another checkpoint, or restore this one from a copy."
+        raise CorruptFileError(str(path / name), "what was saved", problem, next_step)
+    return report.manifest
+
+
+def list_files(directory: Path) -> dict[str, os.stat_result]:
+    """Return the status of every file below a directory by its relative name.
+
+    Left out are those that are being written, and removed ones that NFS or FUSE shows as long as they are open. A link
+    is listed with its own status and never followed.
+    """
+    found = {}
+    for folder, subfolders, names in os.walk(directory, onerror=_raise):
+        links = [name for name in subfolders if (Path(folder) / name).is_symlink()]
+        for name in names + links:
+            path = Path(folder) / name
+            relative = path.relative_to(directory).as_posix()
+            if not (relative.startswith(TEMPORARY_PREFIX) or name.startswith(SHOWN_PREFIXES)):
+                found[relative] = path.lstat()
+    return found
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _file_problem(path: Path, entry: FileEntry, status: os.stat_result | None) -> str | None:
+    if status is None:
+        return "is missing"
+    if not stat.S_ISREG(status.st_mode):
+        return "is a link or a special file"
+    if status.st_size != entry.size_bytes:
+        return f"has {status.st_size} bytes instead of {entry.size_bytes}"
+    try:
+        same = file_sha256(path) == entry.sha256
+    except (CorruptFileError, OSError) as error:
+        return f"cannot be read: {error}"
+    return None if same else "has other content than when it was saved"
+
+
+def size_bytes(directory: Path) -> int:
+    """Return what a checkpoint takes on disk, without anchors that other checkpoints hold as well."""
+    files = ((file, file.stat()) for file in directory.rglob("*") if file.is_file())
+    # Other links are to files of this checkpoint. An anchor with one link is a copy: the disk has no hard links.
+    own = (status for file, status in files if file.suffix != ANCHOR_SUFFIX or status.st_nlink == 1)
+    return sum({(status.st_dev, status.st_ino): status.st_size for status in own}.values())
 
 
 def mark_run(root: str | Path, name: str) -> None:

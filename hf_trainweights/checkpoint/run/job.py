@@ -35,8 +35,8 @@ from hf_trainweights.checkpoint.manifest import (
 )
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.anchors import unused_anchors
+from hf_trainweights.checkpoint.run.checkpoints import RNG_PREFIX, TRAINER_STATE_NAME, file_problem, list_files
 from hf_trainweights.checkpoint.run.ranks import Ranks
-from hf_trainweights.checkpoint.run.verification import RNG_PREFIX, TRAINER_STATE_NAME, file_problem, list_files
 from hf_trainweights.errors import ConfigError, TrainWeightsError, UnsupportedError
 from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import create_file, remove_files, replace_file, save_errors

@@ -23,7 +23,7 @@ from hf_trainweights.checkpoint.dcp.metadata import METADATA_NAME, Place
 from hf_trainweights.checkpoint.dcp.reader import ShardedContents, current_manifest, dcp_directories, read_place
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest
-from hf_trainweights.checkpoint.run.verification import intact_manifest, list_files
+from hf_trainweights.checkpoint.run.checkpoints import intact_manifest, list_files
 from hf_trainweights.checkpoint.sharded.index import file_names, free_number, pickled_metadata
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.atomic import create_file, remove_files, replace_file

@@ -38,9 +38,8 @@ from hf_trainweights.checkpoint.manifest import (
     write_manifest,
 )
 from hf_trainweights.checkpoint.run.anchors import unused_anchors
-from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories
+from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, size_bytes
 from hf_trainweights.checkpoint.run.job import SaveJob, manifest_fields, rewriting, write_complete_manifest
-from hf_trainweights.checkpoint.run.verification import size_bytes
 from hf_trainweights.checkpoint.sharded.conversion import verified_manifest, write_plain_in_place
 from hf_trainweights.checkpoint.sharded.rank_items import RankItems
 from hf_trainweights.checkpoint.sharded.writer import TrainWeightsWriter, write_items

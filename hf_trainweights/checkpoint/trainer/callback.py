@@ -28,10 +28,16 @@ from hf_trainweights.checkpoint.directory import collect_garbage, find_checkpoin
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, total_rounding
 from hf_trainweights.checkpoint.planning.policy import ModeName, Policy
 from hf_trainweights.checkpoint.planning.roles import optimizer_parameter_names
-from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, converted_weights_problem, mark_run
+from hf_trainweights.checkpoint.run.checkpoints import (
+    checkpoint_directories,
+    converted_weights_problem,
+    mark_run,
+    progress_problem,
+    size_bytes,
+    verify_checkpoint,
+)
 from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, RunBase, SaveJob, require_count
 from hf_trainweights.checkpoint.run.ranks import Ranks, all_ranks
-from hf_trainweights.checkpoint.run.verification import progress_problem, size_bytes, verify_checkpoint
 from hf_trainweights.checkpoint.whole.rewriting import replace_weights
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.models.host.checkpoints import converted_names

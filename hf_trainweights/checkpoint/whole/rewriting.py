@@ -23,20 +23,20 @@ from hf_trainweights.checkpoint.manifest import PLAIN_MODE, FileEntry, Manifest,
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.planning.roles import find_buffers, is_optimizer_state, recorded_names
 from hf_trainweights.checkpoint.run.anchors import unused_anchors
-from hf_trainweights.checkpoint.run.checkpoints import converted_weights_problem
-from hf_trainweights.checkpoint.run.job import SaveJob, manifest_fields, rewriting, write_complete_manifest
-from hf_trainweights.checkpoint.run.verification import (
+from hf_trainweights.checkpoint.run.checkpoints import (
     FSDP_WEIGHTS_NAME,
     OPTIMIZER_NAMES,
     PROGRESS_NAMES,
     RESUMED_FROM,
     STATE_NAME,
     anchor_problem,
+    converted_weights_problem,
     entry_points,
     intact_manifest,
     require_undamaged,
     weights_problem,
 )
+from hf_trainweights.checkpoint.run.job import SaveJob, manifest_fields, rewriting, write_complete_manifest
 from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME, Weights, save_tree, save_weights
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnstorableError, UnsupportedError
 from hf_trainweights.files import disk

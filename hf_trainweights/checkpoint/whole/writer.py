@@ -36,9 +36,13 @@ from hf_trainweights.checkpoint.run.anchors import (
     measure_delta_rms,
     second_moments,
 )
-from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, step_of, steps_since_last_save
+from hf_trainweights.checkpoint.run.checkpoints import (
+    TRAINER_STATE_NAME,
+    checkpoint_directories,
+    step_of,
+    steps_since_last_save,
+)
 from hf_trainweights.checkpoint.run.job import BaseChoice, SaveJob
-from hf_trainweights.checkpoint.run.verification import TRAINER_STATE_NAME
 from hf_trainweights.errors import CorruptFileError, UnstorableError
 from hf_trainweights.files.atomic import create_directory, link_or_copy, remove_files, replace_file, save_errors
 from hf_trainweights.files.reading import DigestedFile, open_regular_file, read_chunks

@@ -9,8 +9,7 @@ from checkpoint.runs import cut, save
 
 from hf_trainweights.checkpoint import directory
 from hf_trainweights.checkpoint.directory import find_checkpoints, latest
-from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories
-from hf_trainweights.checkpoint.run.verification import verify_checkpoint
+from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, verify_checkpoint
 
 
 def test_a_missing_or_empty_root_has_no_checkpoint(tmp_path):

@@ -19,7 +19,7 @@ from hf_trainweights.checkpoint.loop.manager import CheckpointManager, scaler_up
 from hf_trainweights.checkpoint.loop.progress import rng_state
 from hf_trainweights.checkpoint.loop.training_state import build_checkpoint, load_checkpoint, save_checkpoint
 from hf_trainweights.checkpoint.manifest import read_manifest
-from hf_trainweights.checkpoint.run import verification
+from hf_trainweights.checkpoint.run import checkpoints
 from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories
 from hf_trainweights.errors import ConfigError, SaveError
 from hf_trainweights.files.reading import file_sha256
@@ -232,7 +232,7 @@ def test_the_newest_checkpoint_is_kept_beside_a_broken_newer_one(tmp_path):
 def test_a_resume_reads_each_file_once_to_verify_it_and_copies_no_state(tmp_path, monkeypatch):
     Run()(tmp_path, stop=2)
     read = []
-    monkeypatch.setattr(verification, "file_sha256", lambda path: read.append(path.name) or file_sha256(path))
+    monkeypatch.setattr(checkpoints, "file_sha256", lambda path: read.append(path.name) or file_sha256(path))
     monkeypatch.setattr(training_state, "copy", None)
     Run()(tmp_path, stop=3, every_steps=100)
     assert sorted(read) == sorted({*read, "pytorch_model.bin", "optimizer.pt"})

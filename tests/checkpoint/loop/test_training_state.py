@@ -15,7 +15,7 @@ from hf_trainweights.checkpoint.loop.training_state import (
     save_checkpoint,
 )
 from hf_trainweights.checkpoint.manifest import read_manifest
-from hf_trainweights.checkpoint.run.verification import verify_checkpoint
+from hf_trainweights.checkpoint.run.checkpoints import verify_checkpoint
 from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError, UnstorableError
 
 

@@ -19,8 +19,8 @@ from hf_trainweights.checkpoint.run.anchors import (
     expected_drift_rms,
     second_moments,
 )
+from hf_trainweights.checkpoint.run.checkpoints import verify_checkpoint
 from hf_trainweights.checkpoint.run.job import SaveJob
-from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 from hf_trainweights.checkpoint.whole.writer import find_anchor_candidate
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files import disk

@@ -16,7 +16,7 @@ from hf_trainweights.checkpoint.directory import collect_garbage, compress_direc
 from hf_trainweights.checkpoint.encoded import reader
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
-from hf_trainweights.checkpoint.run.verification import BASE_PROBLEM, verify_checkpoint
+from hf_trainweights.checkpoint.run.checkpoints import BASE_PROBLEM, verify_checkpoint
 from hf_trainweights.errors import ConfigError, CorruptFileError, MissingAnchorError
 from hf_trainweights.files.reading import sign_json
 

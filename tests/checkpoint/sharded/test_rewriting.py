@@ -26,9 +26,9 @@ from hf_trainweights.checkpoint.directory import layout_of
 from hf_trainweights.checkpoint.encoded import reader
 from hf_trainweights.checkpoint.manifest import read_manifest, total_rounding
 from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.run.checkpoints import size_bytes
 from hf_trainweights.checkpoint.run.job import SaveJob
 from hf_trainweights.checkpoint.run.ranks import Ranks
-from hf_trainweights.checkpoint.run.verification import size_bytes
 from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError, UnsupportedError
 from hf_trainweights.files import disk
 

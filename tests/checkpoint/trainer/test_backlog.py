@@ -14,8 +14,8 @@ from transformers import TrainerCallback
 
 from hf_trainweights import TrainWeightsCheckpointCallback, latest
 from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.run.checkpoints import verify_checkpoint
 from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, SaveJob
-from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 from hf_trainweights.checkpoint.trainer import callback as callback_module
 from hf_trainweights.checkpoint.trainer.callback import Backlog
 from hf_trainweights.checkpoint.whole.rewriting import WholeLayout

@@ -30,7 +30,7 @@ from hf_trainweights import TrainWeightsCheckpointCallback
 from hf_trainweights.checkpoint.directory import compress_directory, latest, restore_directory
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest
-from hf_trainweights.checkpoint.run.verification import verify_checkpoint
+from hf_trainweights.checkpoint.run.checkpoints import verify_checkpoint
 from hf_trainweights.checkpoint.trainer import callback as work
 from hf_trainweights.checkpoint.whole.rewriting import WholeLayout
 from hf_trainweights.errors import ConfigError, SaveError

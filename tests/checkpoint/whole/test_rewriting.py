@@ -14,7 +14,7 @@ from hf_trainweights.checkpoint.directory import compress_directory, latest, res
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file
 from hf_trainweights.checkpoint.loop.training_state import build_checkpoint, save_checkpoint
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest
-from hf_trainweights.checkpoint.run.verification import size_bytes, verify_checkpoint
+from hf_trainweights.checkpoint.run.checkpoints import size_bytes, verify_checkpoint
 from hf_trainweights.checkpoint.whole.rewriting import replace_weights
 from hf_trainweights.errors import ConfigError, CorruptFileError, MissingAnchorError, SaveError, UnsupportedError
 from hf_trainweights.files import disk

@@ -6,7 +6,7 @@ import torch
 from hf_trainweights.checkpoint.encoded.reader import is_encoded
 from hf_trainweights.checkpoint.manifest import read_manifest
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.run.verification import verify_checkpoint
+from hf_trainweights.checkpoint.run.checkpoints import verify_checkpoint
 from hf_trainweights.checkpoint.whole.writer import Weights, save_new_directory
 from hf_trainweights.errors import ConfigError, SaveError, UnstorableError
 

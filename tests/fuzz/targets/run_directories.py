@@ -16,7 +16,7 @@ from hf_trainweights.checkpoint.directory import check_checkpoint, collect_garba
 from hf_trainweights.checkpoint.encoded import reader
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest
-from hf_trainweights.checkpoint.run.verification import verify_checkpoint
+from hf_trainweights.checkpoint.run.checkpoints import verify_checkpoint
 from hf_trainweights_cli.checkpoint_rows import summary_row, verification_row
 from hf_trainweights_cli.main import app
 from tests.fuzz.directories import Content, write_tree
