@@ -1,22 +1,7 @@
 """`trainweights.json`: what a checkpoint directory holds, file by file, so that damage is found before it is used.
 
-The manifest is one JSON object that carries its own digest, see `files.reading`:
-
-    {
-      "anchor": null,
-      "created": "2026-01-31T12:00:00+00:00",
-      "epoch": 1.5,
-      "files": {"pytorch_model.bin": {"report": {...}, "sha256": "...", "size_bytes": 123}, ...},
-      "format": "trainweights-checkpoint",
-      "format_version": 1,
-      "metadata": {},
-      "metrics": {"loss": 2.5},
-      "mode": "lossless",
-      "package_version": "...",
-      "sha256": "...",
-      "step": 100,
-      "torch_version": "..."
-    }
+The manifest is one JSON object that carries its own digest, see `files.reading`. Beside this `sha256` it has `format`,
+`format_version` and the fields of `_MANIFEST`; each of its `files` has those of `_FILE`, and an encoded one a report.
 
 A file that was rounded stays rounded when it is encoded once more without a loss, and when it is restored. Its report
 says what encoding it cost, the optional key `rounded_before` what it had lost before: file name to role to the largest
@@ -46,7 +31,7 @@ from hf_trainweights.checkpoint.encoded.tree import MAX_DEPTH
 from hf_trainweights.checkpoint.planning.policy import MODES
 from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError
 from hf_trainweights.files.atomic import replace_file
-from hf_trainweights.files.reading import file_sha256, is_safe_name, is_sha256, is_signed, read_chunks, sign_json
+from hf_trainweights.files.reading import is_safe_name, is_sha256, is_signed, read_chunks, sign_json
 
 MANIFEST_NAME = "trainweights.json"
 
@@ -58,97 +43,77 @@ _MAX_MANIFEST_BYTES = 1 << 30  # 500 to 600 bytes a tensor; a 70B model with Ada
 
 PLAIN_MODE = "plain"
 
-_EXACT_MODES = (PLAIN_MODE, MODES[0])
 _RANKS = {mode: rank for rank, mode in enumerate((PLAIN_MODE, *MODES))}
 
-_NEXT_STEP = "Use another checkpoint, or restore this one from a copy."
 
-
-@dataclass(frozen=True)
-class Kind:
-    """What a field may hold: in words, and whether a value fits."""
-
-    expected: str
-    fits: Callable[[Any], bool]
-
-
-def _optional(kind: Kind) -> Kind:
-    return Kind(f"{kind.expected}, or null", lambda value: value is None or kind.fits(value))
-
-
-_TEXT = Kind("a text", lambda value: type(value) is str)
-_OBJECT = Kind("an object", lambda value: type(value) is dict)
-_LIST = Kind("a list", lambda value: type(value) is list)
-_INTEGER = Kind("an integer", lambda value: type(value) is int)
-_NUMBER = Kind("a number", lambda value: type(value) in (int, float))
-_AMOUNT = Kind(
-    "a finite number of at least 0", lambda value: type(value) in (int, float) and 0 <= value <= sys.float_info.max
-)
-_POSITIVE = Kind("an integer of at least 1", lambda value: type(value) is int and value >= 1)
-# File systems count bytes in 64 bits with a sign.
-_SIZE = Kind("a number of bytes", lambda value: type(value) is int and 0 <= value < 1 << 63)
-_DIGEST = Kind("a SHA-256 in hexadecimal", is_sha256)
-_BITS = Kind("a finite number", lambda value: type(value) in (int, float) and abs(value) <= sys.float_info.max)
-
-MANIFEST = {
-    "files": _OBJECT,
-    "mode": _TEXT,
-    "step": _optional(_INTEGER),
-    "epoch": _optional(_NUMBER),
-    "metrics": _OBJECT,
-    "metadata": _OBJECT,
-    "anchor": _optional(_OBJECT),
-    "created": _TEXT,
-    "package_version": _TEXT,
-    "torch_version": _TEXT,
+_OR_NULL = ", or null"
+# What a field may hold, in words, and whether a value fits. File systems count bytes in 64 bits with a sign.
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "a text": lambda value: type(value) is str,
+    "an object": lambda value: type(value) is dict,
+    "a list": lambda value: type(value) is list,
+    "an integer": lambda value: type(value) is int,
+    "an integer of at least 1": lambda value: type(value) is int and value >= 1,
+    "a number": lambda value: type(value) in (int, float),
+    "a finite number": lambda value: type(value) in (int, float) and abs(value) <= sys.float_info.max,
+    "a finite number of at least 0": lambda value: type(value) in (int, float) and 0 <= value <= sys.float_info.max,
+    "a number of bytes": lambda value: type(value) is int and 0 <= value < 1 << 63,
+    "a SHA-256 in hexadecimal": is_sha256,
 }
-FILE = {"size_bytes": _SIZE, "sha256": _DIGEST, "report": _OBJECT}
-_REPORT = {"anchor": _optional(_DIGEST), "tensors": _LIST}
+
+_MANIFEST = {
+    "files": "an object",
+    "mode": "a text",
+    "step": "an integer, or null",
+    "epoch": "a number, or null",
+    "metrics": "an object",
+    "metadata": "an object",
+    "anchor": "an object, or null",
+    "created": "a text",
+    "package_version": "a text",
+    "torch_version": "a text",
+}
+_FILE = {"size_bytes": "a number of bytes", "sha256": "a SHA-256 in hexadecimal", "report": "an object"}
+_REPORT = {"anchor": "a SHA-256 in hexadecimal, or null", "tensors": "a list"}
 _TENSOR = {
-    "path": _TEXT,
-    "name": _TEXT,
-    "role": _TEXT,
-    "codec": _TEXT,
-    "params": _OBJECT,
-    "bound": _optional(_AMOUNT),
-    "bytes_in": _SIZE,
-    "bytes_out": _SIZE,
-}
-_ANCHOR = {
-    "sha256": _DIGEST,
-    "saves": _POSITIVE,
-    "first_bits": _optional(_BITS),
-    "last_bits": _optional(_BITS),
-    "delta_rms": _OBJECT,
-    "interval_steps": _optional(_POSITIVE),
+    "path": "a text",
+    "name": "a text",
+    "role": "a text",
+    "codec": "a text",
+    "params": "an object",
+    "bound": "a finite number of at least 0, or null",
+    "bytes_in": "a number of bytes",
+    "bytes_out": "a number of bytes",
 }
 
 
-def require_fields(where: str, value: object, kinds: Mapping[str, Kind]) -> Mapping[str, Any]:
+def require_fields(where: str, value: object, kinds: Mapping[str, str]) -> Mapping[str, Any]:
     """Return an object from JSON that has fields of certain kinds, maybe others; CorruptFileError: it has not."""
     if not isinstance(value, Mapping):
         raise _corrupt(where, "an object", repr(value))
     for name, kind in kinds.items():
         if name not in value:
-            raise _corrupt(f"{where}.{name}", kind.expected, "nothing")
-        if not kind.fits(value[name]):
-            raise _corrupt(f"{where}.{name}", kind.expected, repr(value[name]))
+            raise _corrupt(f"{where}.{name}", kind, "nothing")
+        if not _fits(value[name], kind):
+            raise _corrupt(f"{where}.{name}", kind, repr(value[name]))
     return value
 
 
-def require_anchor(where: str, record: object) -> None:
-    """Check that the record of an anchor is as a save writes it (see `AnchorRecord`)."""
-    _require_amounts(f"{where}.delta_rms", require_fields(where, record, _ANCHOR)["delta_rms"])
-
-
-def _require_amounts(where: str, amounts: object) -> None:
+def require_amounts(where: str, amounts: object) -> None:
+    """Check that an object from JSON has finite numbers of at least 0 under any names; CorruptFileError: it has not."""
+    kind = "a finite number of at least 0"
     for name, amount in require_fields(where, amounts, {}).items():
-        if not _AMOUNT.fits(amount):
-            raise _corrupt(f"{where}[{name!r}]", _AMOUNT.expected, repr(amount))
+        if not _fits(amount, kind):
+            raise _corrupt(f"{where}[{name!r}]", kind, repr(amount))
+
+
+def _fits(value: object, kind: str) -> bool:
+    return (value is None and kind.endswith(_OR_NULL)) or _KINDS[kind.removesuffix(_OR_NULL)](value)
 
 
 def _corrupt(where: object, expected: str, found: str) -> CorruptFileError:
-    return CorruptFileError(str(where)[:300], expected, found[:200], _NEXT_STEP)
+    next_step = "Use another checkpoint, or restore this one from a copy."
+    return CorruptFileError(str(where)[:300], expected, found[:200], next_step)
 
 
 @dataclass(frozen=True)
@@ -171,11 +136,6 @@ class FileEntry:
         """Bytes that it would take without encoding."""
         tensors = self.report.get("tensors")
         return self.size_bytes if tensors is None else sum(tensor["bytes_in"] for tensor in tensors)
-
-    @classmethod
-    def of(cls, path: Path, report: Mapping[str, Any] | None = None) -> FileEntry:
-        """Return the entry for a regular file on disk, which is read once."""
-        return cls(path.stat().st_size, file_sha256(path), report or {})
 
 
 @dataclass(frozen=True)
@@ -237,9 +197,9 @@ class Manifest:
 def require_progress(step: object, epoch: object = None) -> None:
     """Check how far training has come before it is written, as readers do; ConfigError names the one that is wrong."""
     for name, value in {"step": step, "epoch": epoch}.items():
-        if not MANIFEST[name].fits(value):
+        if not _fits(value, _MANIFEST[name]):
             next_step = f"Turn it into a number of Python's, or leave {name} out."
-            raise ConfigError(name, MANIFEST[name].expected.replace("null", "None"), repr(value)[:80], next_step)
+            raise ConfigError(name, _MANIFEST[name].replace("null", "None"), repr(value)[:80], next_step)
 
 
 def require_json(value: object, where: str, levels: int = MAX_DEPTH) -> None:
@@ -303,13 +263,13 @@ def read_manifest(directory: str | Path) -> Manifest:
 
 
 def _parse(value: dict[str, Any]) -> Manifest:
-    require_fields("the manifest", value, MANIFEST)
+    require_fields("the manifest", value, _MANIFEST)
     files = {}
     for name, entry in value["files"].items():
         if not is_safe_name(name):
             raise _corrupt("files", "relative file names inside the directory", repr(name))
         where = f"files[{name!r}]"
-        require_fields(where, entry, FILE)
+        require_fields(where, entry, _FILE)
         if entry["report"]:  # it is empty for a file stored as it is
             report = require_fields(f"{where}.report", entry["report"], _REPORT)
             for index, tensor in enumerate(report["tensors"]):
@@ -317,10 +277,10 @@ def _parse(value: dict[str, Any]) -> Manifest:
         files[name] = FileEntry(entry["size_bytes"], entry["sha256"], entry["report"])
     rounded_before = require_fields("rounded_before", value.get("rounded_before", {}), {})
     for name, amounts in rounded_before.items():
-        _require_amounts(f"rounded_before[{name!r}]", amounts)
+        require_amounts(f"rounded_before[{name!r}]", amounts)
     sharded = require_fields("sharded", value.get("sharded", {}), {})
     base = Base.from_dict("base", value["base"]) if "base" in value else None
-    fields = {name: value[name] for name in MANIFEST}
+    fields = {name: value[name] for name in _MANIFEST}
     return Manifest(**{**fields, "files": files, "rounded_before": rounded_before, "sharded": sharded, "base": base})
 
 
@@ -357,14 +317,12 @@ def with_earlier_rounding(manifest: Manifest, previous: Manifest | None, encoded
         return manifest
     before: dict[str, dict[str, float]] = {}
     mode = manifest.mode
-    for name, entry in previous.files.items():
-        of_encoding = reported_rounding(entry.report)
-        lost = add_rounding(previous.rounded_before.get(name, {}), of_encoding if name in encoded else {})
-        if lost and name in manifest.files:
+    for name in previous.files.keys() & manifest.files.keys():
+        of_encoding = reported_rounding(previous.files[name].report)
+        if lost := add_rounding(previous.rounded_before.get(name, {}), of_encoding if name in encoded else {}):
             before[name] = lost
-        if of_encoding and name in manifest.files and name not in encoded:
-            modes = (mode, previous.mode) if encoded else (previous.mode,)
-            mode = lossiest(modes)
+        if of_encoding and name not in encoded:
+            mode = lossiest([mode, previous.mode]) if encoded else previous.mode
     return replace(manifest, mode=mode, rounded_before=before)
 
 
@@ -375,8 +333,8 @@ def lossiest(modes: Iterable[str]) -> str:
 
 def shown_mode(manifest: Manifest) -> str:
     """Return the mode of a checkpoint as people read it, e.g. `lossless (weights off by up to 1.1e-03)`."""
-    totals = total_rounding(manifest)
-    if not totals or not (manifest.mode in _EXACT_MODES or manifest.rounded_before):
+    totals, is_exact_mode = total_rounding(manifest), manifest.mode in (PLAIN_MODE, MODES[0])
+    if not totals or not (is_exact_mode or manifest.rounded_before):
         return manifest.mode
     weights = totals.get("weight")
     what = "optimizer states rounded" if weights is None else f"weights off by up to {weights:.1e}"

@@ -5,6 +5,7 @@ from hf_trainweights.checkpoint.manifest import (
     Manifest,
     write_manifest,
 )
+from hf_trainweights.files.reading import file_sha256
 
 
 @pytest.fixture
@@ -15,6 +16,6 @@ def checkpoint(tmp_path):
     contents = {"pytorch_model.bin": b"weights", "optimizer.pt": b"moments", "sub/more.bin": b"more"}
     for name, content in contents.items():
         (directory / name).write_bytes(content)
-    entries = {name: FileEntry.of(directory / name) for name in contents}
+    entries = {name: FileEntry(len(content), file_sha256(directory / name)) for name, content in contents.items()}
     write_manifest(directory, Manifest(entries, "lossless", step=7, metrics={"loss": 2.5}))
     return directory

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from hf_trainweights.checkpoint.manifest import FileEntry, Manifest, write_manifest
+from hf_trainweights.files.reading import file_sha256
 
 
 def save(directory, step, *, manifest):
@@ -17,7 +18,7 @@ def save(directory, step, *, manifest):
     save_file({"w": torch.full((4,), float(step))}, path / "model.safetensors")
     torch.save({"state": {}, "param_groups": []}, path / "optimizer.pt")
     if manifest:
-        entries = {file.name: FileEntry.of(file) for file in path.iterdir()}
+        entries = {file.name: FileEntry(file.stat().st_size, file_sha256(file)) for file in path.iterdir()}
         write_manifest(path, Manifest(entries, "lossless", step=step))
     return path
 

@@ -14,6 +14,7 @@ from hf_trainweights.checkpoint.loop.module_state import adopt_quantized_weights
 from hf_trainweights.checkpoint.manifest import FileEntry, read_manifest, write_manifest
 from hf_trainweights.checkpoint.versions import VersionedModelSaver
 from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError
+from hf_trainweights.files.reading import file_sha256
 
 CONFIG = {"width": 8}
 
@@ -258,14 +259,19 @@ def test_a_flipped_bit_is_refused(saver, tmp_path):
         saver.load("1.0.0", Net)
 
 
+def list_anew(path, name):
+    """Put a file that was written again into the manifest, as it is now."""
+    manifest = read_manifest(path)
+    manifest.files[name] = FileEntry((path / name).stat().st_size, file_sha256(path / name))
+    write_manifest(path, manifest)
+
+
 def test_weights_that_are_not_those_of_the_hash_are_refused(saver, tmp_path):
     saver.save(trained(), "1.0.0", CONFIG)
     path = tmp_path / "models" / "1.0.0"
     with open(path / "pytorch_model.bin", "wb") as file:
         encode_file(Net(8).state_dict(), {}, file)
-    manifest = read_manifest(path)
-    manifest.files["pytorch_model.bin"] = FileEntry.of(path / "pytorch_model.bin")
-    write_manifest(path, manifest)
+    list_anew(path, "pytorch_model.bin")
     with pytest.raises(CorruptFileError, match="a model with hash"):
         saver.load("1.0.0", Net)
 
@@ -291,9 +297,7 @@ def test_weights_that_are_no_state_dict_are_refused(saver, tmp_path):
     saver.save(trained(), "1.0.0", CONFIG)
     path = tmp_path / "models" / "1.0.0"
     torch.save([1], path / "pytorch_model.bin")
-    manifest = read_manifest(path)
-    files = {**manifest.files, "pytorch_model.bin": FileEntry.of(path / "pytorch_model.bin")}
-    write_manifest(path, replace(manifest, files=files))
+    list_anew(path, "pytorch_model.bin")
     with pytest.raises(CorruptFileError, match=r"pytorch_model\.bin: expected what VersionedModelSaver\.save wrote"):
         saver.load("1.0.0", Net)
 

@@ -30,7 +30,7 @@ from hf_trainweights.checkpoint.encoded.decoder import MOST_ANCHORS, Anchor, Bas
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_structure, verify_anchor
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, anchor_file_name
 from hf_trainweights.checkpoint.encoded.workers import in_order, worker_count
-from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest, require_anchor
+from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest, require_amounts, require_fields
 from hf_trainweights.checkpoint.planning.policy import SIZE_FLOOR
 from hf_trainweights.checkpoint.planning.roles import is_number, is_optimizer_state
 from hf_trainweights.errors import CorruptFileError
@@ -38,6 +38,16 @@ from hf_trainweights.files.atomic import link_or_copy, remove_files
 from hf_trainweights.files.reading import TORCH_SUFFIXES, open_pickle
 
 _CHUNK_BYTES = 1 << 20
+
+# The fields of an `AnchorRecord` in JSON.
+_RECORD = {
+    "sha256": "a SHA-256 in hexadecimal",
+    "saves": "an integer of at least 1",
+    "first_bits": "a finite number, or null",
+    "last_bits": "a finite number, or null",
+    "delta_rms": "an object",
+    "interval_steps": "an integer of at least 1, or null",
+}
 
 # A delta that costs one bit per weight more than the first one did is twice as large: the anchor has aged.
 _REFRESH_BITS = 1.0
@@ -73,7 +83,8 @@ class AnchorRecord:
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> AnchorRecord:
         """Read it from JSON; CorruptFileError: a field is missing, unknown or of another type."""
-        require_anchor("anchor", {**asdict(cls("")), **value})
+        fields = require_fields("anchor", {**asdict(cls("")), **value}, _RECORD)
+        require_amounts("anchor.delta_rms", fields["delta_rms"])
         try:
             return cls(**value)
         except TypeError as error:
@@ -200,10 +211,8 @@ def measure_delta_rms(weights: Mapping[str, Any], anchor: Anchor | BaseWeights) 
     measured = {}
     for name, tensor in weights.items():
         if isinstance(tensor, Tensor) and tensor.numel() >= SIZE_FLOOR and tensor.dtype in LOSSY_DTYPES:
-            rms = delta_rms(tensor.cpu(), name, anchor)
-            if rms is not None:
-                measured[name] = rms
-    return measured
+            measured[name] = delta_rms(tensor.cpu(), name, anchor)
+    return {name: rms for name, rms in measured.items() if rms is not None}
 
 
 def delta_rms(tensor: Tensor, name: str, anchor: Anchor | BaseWeights) -> float | None:

@@ -41,7 +41,7 @@ from hf_trainweights.errors import ConfigError, TrainWeightsError, UnsupportedEr
 from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import create_file, remove_files, replace_file, save_errors
 from hf_trainweights.files.disk import lock_directory
-from hf_trainweights.files.reading import DigestedFile, is_torch_file, open_regular_file
+from hf_trainweights.files.reading import DigestedFile, file_sha256, is_torch_file, open_regular_file
 from hf_trainweights.files.staging import remove_abandoned
 from hf_trainweights.models.host.models import model_origin
 
@@ -232,10 +232,10 @@ def write_complete_manifest(path: Path, previous: Manifest | None, manifest: Man
         file, known = path / name, previous.files.get(name) if previous else None
         if name.startswith(RNG_PREFIX) and file_problem(file):
             continue  # another rank is still writing it
-        report = known.report if known else None
+        report = known.report if known else {}
         if known is None and is_torch_file(file) and is_encoded(file):  # an interruption left no manifest
             report = read_report(file)
-        files[name] = FileEntry.of(file, report)
+        files[name] = FileEntry(file.stat().st_size, file_sha256(file), report)
     manifest = with_earlier_rounding(replace(manifest, files=files), previous, manifest.files)
     write_manifest(path, manifest)
     return manifest

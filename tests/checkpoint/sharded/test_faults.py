@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -302,8 +303,8 @@ def test_a_hostile_item_is_not_executed_though_all_digests_fit(checkpoint: Path,
     (checkpoint / file_name).write_bytes(content)
     row["bytes"] = f"{len(content) - len(buffer.getvalue())}:{len(content)}"
     row["crc32"] = zlib.crc32(buffer.getvalue())
-    entry = manifest.files[file_name]
-    files = {**manifest.files, file_name: FileEntry.of(checkpoint / file_name, entry.report)}
+    entry = FileEntry(len(content), hashlib.sha256(content).hexdigest(), manifest.files[file_name].report)
+    files = {**manifest.files, file_name: entry}
     write_manifest(checkpoint, replace(manifest, files=files))
     with pytest.raises(CorruptFileError, match=f"{name}: expected a file that torch.load reads"):
         raise error_of(checkpoint)
