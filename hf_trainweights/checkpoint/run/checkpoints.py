@@ -173,29 +173,24 @@ def file_problem(path: Path, *, is_torch: bool = True) -> str | None:
     Without `is_torch` it may be another program's, although its suffix is one of torch's.
     """
     try:
-        _read_through(path, is_torch)
+        if path.name == TRAINER_STATE_NAME:
+            with open_regular_file(path) as file:
+                if not isinstance(json.load(file), dict):
+                    return f"{path.name} cannot be read: it is not a JSON object"
+        elif path.suffix == ".safetensors":
+            require_regular_file(path)
+            with safe_open(path, framework="pt") as tensors:
+                tensors.keys()
+        elif path.suffix == ANCHOR_SUFFIX:
+            verify_anchor(path)
+        elif path.suffix in TORCH_SUFFIXES:
+            if is_torch_zip(path) or zipfile.is_zipfile(path):  # it begins like one, or ends like one
+                _read_zip(path)
+            elif is_torch:
+                load_file(path)  # PyTorch before 1.6 wrote no zip archives
     except (CorruptFileError, OSError, SafetensorError, TypeError, ValueError, RecursionError) as error:
         return f"{path.name} cannot be read: {error}"
     return None
-
-
-def _read_through(path: Path, is_torch: bool) -> None:
-    """Raise what a damaged file causes; nothing where its format has nothing that shows it."""
-    if path.name == TRAINER_STATE_NAME:
-        with open_regular_file(path) as file:
-            if not isinstance(json.load(file), dict):
-                raise TypeError("it is not a JSON object")
-    elif path.suffix == ".safetensors":
-        require_regular_file(path)
-        with safe_open(path, framework="pt") as tensors:
-            tensors.keys()
-    elif path.suffix == ANCHOR_SUFFIX:
-        verify_anchor(path)
-    elif path.suffix in TORCH_SUFFIXES:
-        if is_torch_zip(path) or zipfile.is_zipfile(path):  # it begins like one, or ends like one
-            _read_zip(path)
-        elif is_torch:
-            load_file(path)  # PyTorch before 1.6 wrote no zip archives
 
 
 def _read_zip(path: Path) -> None:
