@@ -25,6 +25,7 @@ from hf_trainweights.checkpoint.loop.module_state import (
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest, require_json
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.checkpoints import intact_manifest
+from hf_trainweights.checkpoint.run.job import SaveJob
 from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME, Weights, save_new_directory
 from hf_trainweights.errors import ConfigError, CorruptFileError, TrainWeightsError
 
@@ -97,8 +98,7 @@ class VersionedModelSaver:
         copies = _torchscript_copy(model, example_inputs) if torchscript else {}
         state, buffers = module_state(model), transient_buffers(model)
         manifest = save_new_directory(
-            self._path(version),
-            Policy("lossless"),
+            SaveJob(self._path(version), Policy("lossless")),
             Weights(state),
             {_BUFFERS_NAME: (buffers, {})} if buffers else {},
             as_they_are=copies,

@@ -30,7 +30,7 @@ from hf_trainweights.checkpoint.manifest import Manifest, require_progress
 from hf_trainweights.checkpoint.planning.policy import ModeName, Policy
 from hf_trainweights.checkpoint.planning.roles import optimizer_parameter_names
 from hf_trainweights.checkpoint.run.checkpoints import OPTIMIZER_NAME, STATE_NAME, intact_manifest
-from hf_trainweights.checkpoint.run.job import BaseChoice
+from hf_trainweights.checkpoint.run.job import BaseChoice, SaveJob
 from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME, Weights, save_new_directory
 from hf_trainweights.errors import ConfigError, CorruptFileError
 
@@ -246,12 +246,9 @@ def save_training_state(
         plan = policy.plan_optimizer(optimizer, names=names.get("optimizer") or None)
         trees[OPTIMIZER_NAME] = (optimizer, plan)
     return save_new_directory(
-        path,
-        policy,
+        SaveJob(path, policy, anchor_every, base),
         weights,
         trees,
-        anchor_every=anchor_every,
-        base=base,
         step=step,
         epoch=epoch,
         metrics=dict(metrics or {}),

@@ -153,7 +153,7 @@ class SaveJob:
 
     path: Path
     policy: Policy
-    anchor_every: int | None
+    anchor_every: int | None = None
     base: BaseChoice | None = None
     ranks: Ranks = field(default_factory=Ranks)
     temporary: Path | None = None

@@ -27,7 +27,6 @@ from hf_trainweights.checkpoint.encoded.reader import identify_base
 from hf_trainweights.checkpoint.encoded.storage_tasks import Plan, with_steps
 from hf_trainweights.checkpoint.encoded.structure import Base, anchor_file_name
 from hf_trainweights.checkpoint.manifest import FileEntry, Manifest, read_manifest, write_manifest
-from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.anchors import (
     AnchorCandidate,
     AnchorRecord,
@@ -42,7 +41,7 @@ from hf_trainweights.checkpoint.run.checkpoints import (
     step_of,
     steps_since_last_save,
 )
-from hf_trainweights.checkpoint.run.job import BaseChoice, SaveJob
+from hf_trainweights.checkpoint.run.job import SaveJob
 from hf_trainweights.errors import CorruptFileError, UnstorableError
 from hf_trainweights.files.atomic import create_directory, link_or_copy, remove_files, replace_file, save_errors
 from hf_trainweights.files.reading import DigestedFile, open_regular_file, read_chunks
@@ -169,16 +168,6 @@ class _Encoded(NamedTuple):
     base: Base | None = None
 
 
-def _encode(job: SaveJob, weights: Weights, file: Writable) -> _Encoded:
-    """Encode weights into a file, as a difference to the run's anchor or base if there is one and no new one is due."""
-    candidate = encoded = None
-    if job.anchor_every is not None:
-        candidate = find_anchor_candidate(job, weights.file_name)
-        if candidate is not None and not candidate.is_spent(job.anchor_every):
-            encoded = _encode_delta(job, weights, candidate, file)
-    return encoded or _encode_full(job, weights, candidate.step_rms if candidate else {}, file)
-
-
 def _encode_delta(job: SaveJob, weights: Weights, candidate: WeightsAnchor, file: Writable) -> _Encoded | None:
     """Link the anchor and encode against it, tensor by tensor where that is smaller; None where it is of no use."""
     if candidate.base:
@@ -273,24 +262,20 @@ def _bits_per_weight(written: EncodedFile, weights: Mapping[str, Any]) -> float:
 
 
 def save_new_directory(
-    path: Path,
-    policy: Policy,
+    job: SaveJob,
     weights: Weights,
     trees: Mapping[str, tuple[Any, Plan]],
     *,
     as_they_are: Mapping[str, bytes] | None = None,
-    anchor_every: int | None = None,
-    base: BaseChoice | None = None,
     **manifest_fields: Any,
 ) -> Manifest:
     """Save a missing or empty checkpoint directory; it appears whole or not at all.
 
-    Others called `checkpoint-<step>` beside it may hold the anchor; without `anchor_every` it needs no other. `trees`
-    are what else is to be stored and how, by file name; `as_they_are` files that are not encoded. UnstorableError names
-    file and key.
+    Others called `checkpoint-<step>` beside it may hold the anchor. `trees` are what else is to be stored and how, by
+    file name; `as_they_are` files that are not encoded. UnstorableError names file and key.
     """
-    with save_errors(path, "Earlier checkpoints are untouched."), create_directory(path) as temporary:
-        job = SaveJob(path, policy, anchor_every, base, temporary=temporary)
+    with save_errors(job.path, "Earlier checkpoints are untouched."), create_directory(job.path) as temporary:
+        job = replace(job, temporary=temporary)
         files, anchor = save_weights(job, weights)
         for name, (tree, plan) in trees.items():
             with _named_in_errors(name):
@@ -299,7 +284,7 @@ def save_new_directory(
             with job.open_file(name) as file:
                 file.write(content)
             files[name] = FileEntry(file.size_bytes, file.sha256())
-        manifest = Manifest(files, policy.mode, **anchor, **manifest_fields)
+        manifest = Manifest(files, job.policy.mode, **anchor, **manifest_fields)
         write_manifest(temporary, manifest)
     return manifest
 
@@ -307,11 +292,19 @@ def save_new_directory(
 def save_weights(job: SaveJob, weights: Weights) -> tuple[dict[str, FileEntry], dict[str, Any]]:
     """Save the weights file of a checkpoint, and beside it links to the anchors that it needs.
 
-    Return the entries of these files, and what the manifest says of the anchor and the base that the next checkpoint
-    may use. UnstorableError names file and key. ConfigError: there are no plain weights where the base should be.
+    It is a difference to the run's anchor or base if there is one and no new one is due. Return the entries of these
+    files, and what the manifest says of the anchor and the base that the next checkpoint may use. UnstorableError names
+    file and key. ConfigError: there are no plain weights where the base should be.
     """
+    candidate = encoded = None
     with job.open_file(weights.file_name) as file, _named_in_errors(weights.file_name):
-        written, record, links, base = _encode(job, weights, file)
+        if job.anchor_every is not None:
+            candidate = find_anchor_candidate(job, weights.file_name)
+            if candidate is not None and not candidate.is_spent(job.anchor_every):
+                encoded = _encode_delta(job, weights, candidate, file)
+        if encoded is None:
+            encoded = _encode_full(job, weights, candidate.step_rms if candidate else {}, file)
+    written, record, links, base = encoded
     entry = _entry(file, written)
     entries = {link.name: FileEntry(link.stat().st_size, link.stem) for link in links}  # verified when opened
     anchor = record and asdict(replace(record, sha256=record.sha256 or entry.sha256))

@@ -10,7 +10,7 @@ from covering import by_default
 from hf_trainweights.checkpoint import directory as checkpoint_directory
 from hf_trainweights.checkpoint.directory import collect_garbage, remove_checkpoint
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.run.job import rewriting
+from hf_trainweights.checkpoint.run.job import SaveJob, rewriting
 from hf_trainweights.checkpoint.whole import rewriting as whole_rewriting
 from hf_trainweights.checkpoint.whole.writer import Weights, save_new_directory
 from hf_trainweights.files.disk import claim_directory
@@ -18,7 +18,7 @@ from hf_trainweights.files.disk import claim_directory
 
 def save(path, state=None, trees=None, **fields):
     weights = Weights({"w": torch.arange(5000.0)} if state is None else state)
-    return save_new_directory(path, Policy(), weights, trees or {}, **fields)
+    return save_new_directory(SaveJob(path, Policy()), weights, trees or {}, **fields)
 
 
 def test_a_removed_checkpoint_leaves_nothing(tmp_path):
@@ -112,7 +112,8 @@ def chain(path):
     for step in (1, 2, 3):
         state = state + 1e-3 * torch.randn(200, 200, generator=generator)
         weights = Weights({"w": state})
-        save_new_directory(path / f"checkpoint-{step}", Policy("compact"), weights, {}, anchor_every=10, step=step)
+        job = SaveJob(path / f"checkpoint-{step}", Policy("compact"), anchor_every=10)
+        save_new_directory(job, weights, {}, step=step)
         (path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
     return sorted((path / "checkpoint-3").glob("*.anchor"))
 

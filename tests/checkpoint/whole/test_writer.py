@@ -7,13 +7,14 @@ from hf_trainweights.checkpoint.encoded.reader import is_encoded
 from hf_trainweights.checkpoint.manifest import read_manifest
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.checkpoints import verify_checkpoint
+from hf_trainweights.checkpoint.run.job import SaveJob
 from hf_trainweights.checkpoint.whole.writer import Weights, save_new_directory
 from hf_trainweights.errors import ConfigError, SaveError, UnstorableError
 
 
 def save(path, state=None, trees=None, **fields):
     weights = Weights({"w": torch.arange(5000.0)} if state is None else state)
-    return save_new_directory(path, Policy(), weights, trees or {}, **fields)
+    return save_new_directory(SaveJob(path, Policy()), weights, trees or {}, **fields)
 
 
 def test_a_saved_directory_verifies_and_is_what_the_manifest_says(tmp_path):
