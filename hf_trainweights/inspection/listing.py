@@ -15,9 +15,14 @@ from hf_trainweights.formats.base import Format
 from hf_trainweights.inspection.stored_tensors import StoredTensor, find_parts, read_part, unsafe_calls
 from hf_trainweights.models.choosing.config import QUANT_METHOD, TrainWeightsConfig
 from hf_trainweights.models.choosing.summary import html_table
-from hf_trainweights.tensor.coded_weights import CODED_FLOAT_SUFFIX, CODED_SUFFIX
 from hf_trainweights.tensor.guards import is_guard, is_notice
-from hf_trainweights.tensor.stored_names import FORMAT_SUFFIX, group_stored, parse_stored_name, unflatten_weight
+from hf_trainweights.tensor.stored_names import (
+    CODED_SUFFIXES,
+    FORMAT_SUFFIX,
+    group_stored,
+    parse_stored_name,
+    unflatten_weight,
+)
 
 _MEMBER = "zip member"
 
@@ -105,7 +110,7 @@ def inspect_weights(path: str | Path) -> Inspection:
 
 def _read(file: Path, part: str) -> dict[str, StoredTensor]:
     tensors = dict(read_part([file], part, values=False))
-    telling = (FORMAT_SUFFIX, CODED_SUFFIX, CODED_FLOAT_SUFFIX)
+    telling = (FORMAT_SUFFIX, *CODED_SUFFIXES)
     formats = [key for key in tensors if (parse_stored_name(key) or ("", ""))[1] in telling]
     if any(tensors[key].tensor.is_meta for key in formats):
         # In an encoded file of quantized weights, the values of these tensors say how to read the others.
@@ -167,7 +172,7 @@ def fold_weights(
 
 
 def _is_coded(suffixes: Iterable[str]) -> bool:
-    return not {CODED_SUFFIX, CODED_FLOAT_SUFFIX}.isdisjoint(suffixes)
+    return any(suffix in CODED_SUFFIXES for suffix in suffixes)
 
 
 def total_bytes(counts: Iterable[int | None]) -> int | None:

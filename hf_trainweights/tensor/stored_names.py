@@ -4,7 +4,8 @@ The weight `<module>.<parameter>` is stored as `<module>._<parameter>_qdata`, `<
 its format is not the one the model's configuration names, `<module>._<parameter>_format`: the format and the
 transposed flag as JSON in a uint8 tensor. In a file of its own, without a configuration, each weight has it. The
 leading underscore keeps Transformers' renaming patterns off. `<module>._<parameter>_coded` may stand for all but the
-format, and `<module>._<parameter>_float_coded` for a weight that is not quantized (`coded_weights`).
+format, and `<module>._<parameter>_float_coded` for a weight that is not quantized: one entropy-coded tensor, where that
+is how a format lies in files or where it is smaller.
 """
 
 from __future__ import annotations
@@ -20,17 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.files.coded_tensors import CODED_DTYPES, CodedTensors, encode_tensors
 from hf_trainweights.formats import FORMATS, get_format
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.column_scale import COLUMN_SCALE
-from hf_trainweights.tensor.coded_weights import (
-    CODED_FLOAT_SUFFIX,
-    CODED_SUFFIX,
-    decode_float,
-    decode_stored,
-    encode_float,
-    encode_stored,
-)
 from hf_trainweights.tensor.distributed.placements import is_distributed, local_tensor, with_local
 from hf_trainweights.tensor.distributed.shards import cut
 from hf_trainweights.tensor.guards import is_guard, is_notice
@@ -38,15 +32,22 @@ from hf_trainweights.tensor.held_tensor import Held, check_stored
 from hf_trainweights.tensor.quantized_tensor import SHOWN_DTYPES, QuantizedTensor
 
 FORMAT_SUFFIX = "format"
+# Of the one tensor that holds all stored tensors of a quantized weight, and of the one that holds a float weight.
+CODED_SUFFIX, CODED_FLOAT_SUFFIX = "coded", "float_coded"
+CODED_SUFFIXES = (CODED_SUFFIX, CODED_FLOAT_SUFFIX)
 
 # Dtypes that a weight may have shown when it was saved.
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SHOWN_DTYPES}
+
+_FLOAT_NAME = "values"
+# What is saved must be worth the time to decode it, and the header of a small tensor is as large as what it saves.
+_LEAST_GAIN, _LEAST_BYTES = 0.02, 1 << 14
 
 
 def stored_suffixes() -> tuple[str, ...]:
     """Return the suffixes that names in a file may have: the tensors of all registered formats, and those of any."""
     tensor_names = {COLUMN_SCALE, *(name for form in FORMATS.values() for name in form.tensor_names)}
-    return (*sorted(tensor_names), FORMAT_SUFFIX, CODED_SUFFIX, CODED_FLOAT_SUFFIX)
+    return (*sorted(tensor_names), FORMAT_SUFFIX, *CODED_SUFFIXES)
 
 
 def stored_name(parameter_name: str, suffix: str) -> str:
@@ -125,7 +126,7 @@ def unflatten_weight(
     form, transposed, saved_dtype = _read_format(name, tensors.pop(FORMAT_SUFFIX, None), default)
     if CODED_SUFFIX in tensors:
         wanted = (*shape[:-2], shape[-1], shape[-2]) if shape is not None and transposed else shape
-        tensors = decode_stored(name, _only(name, tensors, CODED_SUFFIX), form, wanted, values)
+        tensors = _decode_stored(name, _only(name, tensors, CODED_SUFFIX), form, wanted, values)
     qdata = tensors.get("qdata")
     if qdata is None or qdata.dim() < 2:
         found = "no qdata" if qdata is None else f"qdata of shape {tuple(qdata.shape)}"
@@ -166,6 +167,66 @@ def _read_format(name: str, encoded: Tensor | None, default: Format | None) -> t
             f"{encoded.numel()} bytes that do not ({error})",
             "The file is damaged or was written by a newer version of hf_trainweights.",
         ) from error
+
+
+def encode_stored(tensors: Mapping[str, Tensor], form: Format, compress: bool) -> Tensor | None:
+    """Return the stored tensors of a weight as one, if its format is so in files or `compress` saves 2 %; else None."""
+    if form.is_coded_in_files:
+        return encode_tensors(tensors)
+    return _encode_where_smaller(tensors) if compress else None
+
+
+def encode_float(tensor: object) -> Tensor | None:
+    """Return a float weight as a coded tensor; None where that does not save 2 %, or it is no such weight."""
+    if type(tensor) is not Tensor or not tensor.is_floating_point() or tensor.dtype not in CODED_DTYPES:
+        return None
+    return _encode_where_smaller({_FLOAT_NAME: tensor})
+
+
+def _encode_where_smaller(tensors: Mapping[str, Tensor]) -> Tensor | None:
+    plain_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    if plain_bytes < _LEAST_BYTES or not all(tensor.dtype in CODED_DTYPES for tensor in tensors.values()):
+        return None
+    coded = encode_tensors(tensors)
+    return coded if coded.nbytes <= (1 - _LEAST_GAIN) * plain_bytes else None
+
+
+def _decode_stored(
+    name: str, coded: Tensor, form: Format, shape: Sequence[int] | None, values: bool
+) -> dict[str, Tensor]:
+    """Undo `encode_stored`, on the device of `coded`; without `values` the tensors are on the meta device.
+
+    A weight of another format or `shape` (None for any) is a CorruptFileError before anything is decoded.
+    """
+    reader = CodedTensors(coded, name)
+    found = {key: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for key, spec in reader.specs.items()}
+    if found.keys() != set(form.tensor_names):
+        raise _other(name, ", ".join(form.tensor_names), ", ".join(found))
+    stored_shape = form.shape_of(found["qdata"])
+    if shape is not None and tuple(shape) != stored_shape:
+        raise _other(name, f"a weight of shape {tuple(shape)}", f"{stored_shape}")
+    form.check(found, stored_shape, name)
+    return {key: reader.read(key).to(coded.device) for key in reader.specs} if values else found
+
+
+def decode_float(name: str, coded: Tensor, shape: Sequence[int] | None = None, values: bool = True) -> Tensor:
+    """Undo `encode_float` of a weight of that shape, None for any; without `values` it is on the meta device."""
+    reader = CodedTensors(coded, name)
+    spec = reader.specs.get(_FLOAT_NAME)
+    if spec is None or len(reader.specs) != 1 or not spec.dtype.is_floating_point:
+        raise _other(name, f"{_FLOAT_NAME} of a float dtype", ", ".join(reader.specs))
+    if shape is not None and tuple(shape) != spec.shape:
+        raise _other(name, f"shape {tuple(shape)}", f"{spec.shape}")
+    return (
+        reader.read(_FLOAT_NAME).to(coded.device)
+        if values
+        else torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+    )
+
+
+def _other(name: str, expected: str, found: str) -> CorruptFileError:
+    next_step = "The file is damaged or belongs to another model; save it again from the source."
+    return CorruptFileError(f"{name}, coded", expected, found, next_step)
 
 
 def flatten_state_dict(state_dict: Mapping[str, Any], default: Format | None, compress: bool = False) -> dict[str, Any]:

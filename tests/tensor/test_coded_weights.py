@@ -11,7 +11,7 @@ from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.coded_tensors import encode_tensors
 from hf_trainweights.formats.coded import Coded
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.tensor.coded_weights import decode_float, encode_float, encode_stored
+from hf_trainweights.tensor.stored_names import decode_float, encode_float, encode_stored
 
 COMPRESSIBLE = torch.ones(1 << 13, dtype=torch.bfloat16)  # 16 KiB
 

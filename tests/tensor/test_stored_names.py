@@ -21,8 +21,9 @@ from hf_trainweights import QuantizedTensor
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.formats import FORMATS
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.tensor.coded_weights import CODED_FLOAT_SUFFIX, CODED_SUFFIX
 from hf_trainweights.tensor.stored_names import (
+    CODED_FLOAT_SUFFIX,
+    CODED_SUFFIX,
     FORMAT_SUFFIX,
     FoldStoredTensors,
     flatten_state_dict,

@@ -28,12 +28,11 @@ from hf_trainweights.models.host.checkpoints import NamedLoad, QuantizerOp
 from hf_trainweights.models.host.models import base_prefix
 from hf_trainweights.models.host.ranks import LocalPart, plan_of
 from hf_trainweights.models.loading.stored_weights import StoredWeight
-from hf_trainweights.tensor.coded_weights import CODED_FLOAT_SUFFIX, CODED_SUFFIX
 from hf_trainweights.tensor.distributed.placements import Placed, check_parts, is_distributed, local_tensor
 from hf_trainweights.tensor.distributed.shards import cut, has_own_codes
 from hf_trainweights.tensor.modules import as_parameter
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
-from hf_trainweights.tensor.stored_names import stored_name, unflatten_weight
+from hf_trainweights.tensor.stored_names import CODED_SUFFIXES, stored_name, unflatten_weight
 
 Made = TypeVar("Made")
 Weight = TypeVar("Weight", bound=Tensor)
@@ -228,7 +227,7 @@ class TrainWeightsDeserialize(QuantizerOp):
         }
 
         # All but decoded weights are views of the file.
-        spill = self.state.spill if tensors.keys() & {CODED_SUFFIX, CODED_FLOAT_SUFFIX} else None
+        spill = self.state.spill if tensors.keys() & CODED_SUFFIXES else None
 
         def make(shape: torch.Size) -> Tensor:
             weight = unflatten_weight(full_layer_name, tensors, skeleton.dtype, self.state.default, shape)

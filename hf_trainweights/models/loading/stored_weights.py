@@ -26,9 +26,14 @@ from hf_trainweights.formats import FORMATS
 from hf_trainweights.models.choosing.selection import NOT_IN_CHECKPOINT
 from hf_trainweights.models.choosing.summary import Summary
 from hf_trainweights.models.host.models import base_prefix, was_loaded
-from hf_trainweights.tensor.coded_weights import CODED_FLOAT_SUFFIX, CODED_SUFFIX
 from hf_trainweights.tensor.guards import is_guard
-from hf_trainweights.tensor.stored_names import group_stored, parse_stored_name, stored_name
+from hf_trainweights.tensor.stored_names import (
+    CODED_FLOAT_SUFFIX,
+    CODED_SUFFIXES,
+    group_stored,
+    parse_stored_name,
+    stored_name,
+)
 
 _AGAIN = "Download it again, or save it again from the source."
 _SHOWN = 3
@@ -41,7 +46,7 @@ class StoredWeight(NamedTuple):
         file: The file; where its stored tensors lie in several, one of them.
         stored_bytes: Bytes of all its stored tensors.
         kind: Whether it is quantized; or a guard without its weight, see `hf_trainweights.tensor.guards`.
-        is_coded: Whether it is entropy-coded there, see `hf_trainweights.tensor.coded_weights`.
+        is_coded: Whether it is entropy-coded there, see `hf_trainweights.tensor.stored_names`.
     """
 
     file: Path
@@ -77,7 +82,7 @@ def check_weight_files(
             expected, found = f"{weight} once, quantized or not", "both"
             raise CorruptFileError(str(present), expected, found, "The file was edited. " + _AGAIN)
         stored_bytes = sum(tensor.stored_bytes for tensor in stored.values())
-        if CODED_FLOAT_SUFFIX in stored or CODED_SUFFIX in stored:
+        if stored.keys() & CODED_SUFFIXES:
             kind = "float" if CODED_FLOAT_SUFFIX in stored else "quantized"
             weights[weight] = StoredWeight(present, stored_bytes, kind, is_coded=True)
             continue

@@ -23,11 +23,10 @@ from hf_trainweights.files.weight_files import bin_name, safetensors_files
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.host.checkpoints import checkpoint_tensors, load_offloaded
 from hf_trainweights.models.host.models import has_adapters, tied_names
-from hf_trainweights.tensor.coded_weights import CODED_FLOAT_SUFFIX, CODED_SUFFIX
 from hf_trainweights.tensor.distributed.placements import local_tensor
 from hf_trainweights.tensor.guards import NOTICE_NAME, guarded_names, make_guard, name_for_transformers, name_in_file
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
-from hf_trainweights.tensor.stored_names import flatten_state_dict, parse_stored_name
+from hf_trainweights.tensor.stored_names import CODED_SUFFIXES, flatten_state_dict, parse_stored_name
 
 
 def flat_state_dict(
@@ -55,7 +54,7 @@ def flat_state_dict(
 
 def _is_coded(name: str) -> bool:
     _, suffix = parse_stored_name(name) or ("", "")
-    return suffix in (CODED_SUFFIX, CODED_FLOAT_SUFFIX)
+    return suffix in CODED_SUFFIXES
 
 
 def _guards_of(state_dict: Mapping[str, Any], flat: Mapping[str, Any]) -> dict[str, Any]:
