@@ -2,7 +2,6 @@
 
 import torch.distributed
 
-from hf_trainweights.tensor import attributes as _attributes  # noqa: F401  (registers what attributes are)
 from hf_trainweights.tensor import ops as _ops  # noqa: F401  (registers what ops do with a quantized weight)
 from hf_trainweights.tensor import products as _products  # noqa: F401  (likewise)
 from hf_trainweights.tensor.distributed import sharded_ops as _sharded_ops  # noqa: F401  (what they do among several ranks)

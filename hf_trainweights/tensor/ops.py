@@ -1,7 +1,11 @@
-"""Which ops keep a quantized weight quantized, and what each does with it; importing this module registers them."""
+"""Which ops keep a quantized weight quantized, what each does with it, and what its attributes are.
+
+Importing this module registers them.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,9 +16,9 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.formats.arithmetic import as_bytes
 from hf_trainweights.formats.cutting import cut_rows
-from hf_trainweights.tensor.dispatch import implements
+from hf_trainweights.tensor.dispatch import implements, replaces, unsupported_in_place
 from hf_trainweights.tensor.quantized_tensor import SHOWN_DTYPES, QuantizedTensor
-from hf_trainweights.tensor.read_only import read_only
+from hf_trainweights.tensor.read_only import HOW_TO_CHANGE, lost_write, read_only, read_only_storage
 
 aten = torch.ops.aten
 
@@ -249,3 +253,63 @@ def _view(func: Any, tensor: QuantizedTensor, shape: Sequence[int], **kwargs: An
     del kwargs
     same = len(shape) == tensor.dim() and all(new in (-1, old) for new, old in zip(shape, tensor.shape, strict=True))
     return _alias(func, tensor) if same else NotImplemented
+
+
+def _refuse_in_place(where: str, tensor: Tensor, *_: Any) -> Any:
+    """Refuse what would write to a wrapper, which has no memory: at its address the process would crash."""
+    if not isinstance(tensor, QuantizedTensor):
+        return NotImplemented
+    raise unsupported_in_place(where, tensor)
+
+
+replaces(Tensor.__setitem__)(functools.partial(_refuse_in_place, "__setitem__"))
+replaces(Tensor.apply_, Tensor.map_, Tensor.map2_)(functools.partial(_refuse_in_place, "apply_, map_ or map2_"))
+
+
+@replaces(Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+def _set_requires_grad(tensor: QuantizedTensor, requires_grad: bool) -> None:
+    if requires_grad:
+        raise UnsupportedError(
+            "requires_grad",
+            "False on a quantized weight, which takes no gradient",
+            f"True on {tensor!r}",
+            "Train an adapter, for example with PEFT, or model.dequantize() first.",
+        )
+
+
+@replaces(Tensor.data.__set__)  # type: ignore[attr-defined]
+def set_data(tensor: Tensor, data: Tensor) -> Any:
+    """Take over shape, dtype and tensors of `data`; PEFT casts a model by `param.data = param.data.to(...)`."""
+    if not isinstance(tensor, QuantizedTensor):
+        return NotImplemented
+    if not isinstance(data, QuantizedTensor):
+        raise UnsupportedError(
+            "data",
+            "an op that leaves the quantized weight as it is",
+            f"{data.dtype} values in place of {tensor!r}",
+            f"{HOW_TO_CHANGE} FullyShardedDataParallel puts views of one float tensor there: use fully_shard, which is "
+            "fsdp_version 2 of accelerate.",
+        )
+    Tensor.data.__set__(tensor, data)  # type: ignore[attr-defined]
+    return tensor.describe_(*data.flattened[1]).hold_(data.held)
+
+
+@replaces(Tensor.numpy, Tensor.__array__)
+def _numpy(tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
+    """Refuse: accelerate's disk_offload would store float arrays, and bring float weights back."""
+    del args, kwargs
+    raise UnsupportedError(
+        "numpy", "a plain tensor", f"{tensor!r}, whose values are no array in memory", "Call dequantize() first."
+    )
+
+
+@replaces(Tensor.untyped_storage)
+def _untyped_storage(tensor: QuantizedTensor) -> Any:
+    # A compiler resizes the storage of the weight that it traces with.
+    return NotImplemented if tensor.is_traced else read_only_storage(Tensor.untyped_storage(tensor))
+
+
+@replaces(Tensor.storage)
+def _storage(tensor: QuantizedTensor) -> torch.TypedStorage:
+    del tensor
+    raise lost_write("storage")
