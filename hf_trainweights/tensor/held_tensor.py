@@ -157,6 +157,10 @@ class HeldTensor(Tensor):
         """Dtype of the scales."""
         return self.held.tensors["scale"].dtype
 
+    def shared_along(self, dim: int) -> tuple[str, ...]:
+        """Return the names of the stored tensors that a cut along a stored dimension leaves whole: rows share them."""
+        return self.format.shared_names if dim == len(self.stored_shape) - 2 else ()
+
     @property
     def stored_bytes(self) -> int:
         """Bytes that the stored tensors take."""

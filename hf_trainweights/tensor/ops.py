@@ -148,15 +148,11 @@ def _stored_dim(tensor: QuantizedTensor, dim: int) -> int:
 
 def _narrow(tensor: QuantizedTensor, dim: int, function: Callable[[Tensor], Tensor]) -> Any:
     """Apply an indexing function along one dimension to every stored tensor; not possible along K."""
-    if _stored_dim(tensor, dim) == tensor.dim() - 1:
+    along = _stored_dim(tensor, dim)
+    if along == tensor.dim() - 1:
         return NotImplemented
-    shared = _shared_along(tensor, dim)
+    shared = tensor.shared_along(along)
     return _part(tensor, {name: held if name in shared else function(held) for name, held in tensor.tensors.items()})
-
-
-def _shared_along(tensor: QuantizedTensor, dim: int) -> tuple[str, ...]:
-    """Return the names of the stored tensors that a cut along `dim` leaves whole: those that all rows share."""
-    return tensor.format.shared_names if _stored_dim(tensor, dim) == tensor.dim() - 2 else ()
 
 
 def _part(tensor: QuantizedTensor, tensors: dict[str, Tensor]) -> Tensor:
@@ -190,11 +186,11 @@ def _slice(func: Any, tensor: QuantizedTensor, dim: int = 0, start: Any = None, 
 
 @implements(aten.split.Tensor, aten.split_with_sizes.default)
 def _split(func: Any, tensor: QuantizedTensor, sizes: Any, dim: int = 0) -> Any:
-    if _stored_dim(tensor, dim) == tensor.dim() - 1:
+    along = _stored_dim(tensor, dim)
+    if along == tensor.dim() - 1:
         return NotImplemented
-    tensors, shared = tensor.tensors, _shared_along(tensor, dim)
-    cut = {name: held for name, held in tensors.items() if name not in shared}
-    pieces = {name: func(held, sizes, _stored_dim(tensor, dim)) for name, held in cut.items()}
+    tensors, shared = tensor.tensors, tensor.shared_along(along)
+    pieces = {name: func(held, sizes, along) for name, held in tensors.items() if name not in shared}
     pieces |= {name: [tensors[name]] * len(pieces["qdata"]) for name in shared}
     parts = (dict(zip(pieces, piece, strict=True)) for piece in zip(*pieces.values(), strict=True))
     return [_part(tensor, part) for part in parts]

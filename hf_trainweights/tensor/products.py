@@ -51,8 +51,8 @@ def is_plain(*tensors: Tensor | None) -> bool:
     return True
 
 
-def _fits(x: Tensor, weight: Tensor, transposed: bool) -> bool:
-    """Return whether x is dense, with K along its last dimension, and the weight a quantized one to match."""
+def _fits(x: Tensor, weight: Tensor, transposed: bool, dim: int = -1) -> bool:
+    """Return whether x is dense, and the weight a quantized one whose stored dimension, K or another, is x's last."""
     return (
         isinstance(weight, QuantizedTensor)
         and not isinstance(x, QuantizedTensor)
@@ -61,22 +61,13 @@ def _fits(x: Tensor, weight: Tensor, transposed: bool) -> bool:
         and not x.is_nested
         and x.layout == torch.strided
         and x.dim() > 0
-        and x.shape[-1] == weight.stored_shape[-1]
+        and x.shape[-1] == weight.stored_shape[dim]
     )
 
 
 def _fits_gradient(x: Tensor, weight: Tensor) -> bool:
     """Return whether x is a plain dense tensor with N along its last dimension, and the weight a stored `[*, N, K]`."""
-    return (
-        is_plain(x)
-        and not x.is_meta
-        and x.layout == torch.strided
-        and isinstance(weight, QuantizedTensor)
-        and not weight.transposed
-        and x.dtype == weight.dtype
-        and x.dim() > 1
-        and x.shape[-1] == weight.stored_shape[-2]
-    )
+    return is_plain(x) and not x.is_meta and x.dim() > 1 and _fits(x, weight, transposed=False, dim=-2)
 
 
 def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

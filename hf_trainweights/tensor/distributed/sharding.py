@@ -64,7 +64,7 @@ class ShardedTensor(HeldTensor):
         It holds views of what was gathered, but new tensors where it is cut by columns.
         """
         if not self.is_cut_by_columns:
-            shared = self.shared_names()
+            shared = self.shared_along(0)
             return self.holding({name: t[:1] if name in shared else t for name, t in gathered.items()}, dtype)
         rows, length = self.stored_shape
         ranks = gathered["qdata"].shape[0] // rows
@@ -76,12 +76,8 @@ class ShardedTensor(HeldTensor):
 
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> Self:
         """Return the weight with each stored tensor `[n, ...]` mapped to `[m, ...]`, but for those that rows share."""
-        shared = self.shared_names()
+        shared = self.shared_along(0)
         return self.holding({name: t if name in shared else function(t) for name, t in self.tensors.items()})
-
-    def shared_names(self) -> tuple[str, ...]:
-        """Return the names of the stored tensors that are whole in every part along the first dimension."""
-        return self.format.shared_names if len(self.stored_shape) == 2 else ()
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
         """Return what this rank sends: its stored tensors, with rows of zeros where it has fewer than others.
