@@ -1,10 +1,5 @@
 """The quantized weight: the tensor subclass, its ops and products, its names in a file, and modules that hold it."""
 
-import torch.distributed
-
 from hf_trainweights.tensor import ops as _ops  # noqa: F401  (registers what ops do with a quantized weight)
 from hf_trainweights.tensor import products as _products  # noqa: F401  (likewise)
 from hf_trainweights.tensor.distributed import sharded_ops as _sharded_ops  # noqa: F401  (what they do among several ranks)
-
-if torch.distributed.is_available():
-    from hf_trainweights.tensor.distributed import collectives as _collectives  # noqa: F401  (how weights travel between ranks)

@@ -1,6 +1,8 @@
-"""What `fully_shard` asks of a quantized weight beyond what any module does; importing this module registers it.
+"""What `fully_shard` and DTensor ask of a quantized weight beyond what any module does; importing this registers it.
 
-It allocates each shard by `new_zeros`, copies a chunk of the weight into it, and keeps a flat view of it.
+FSDP allocates each shard by `new_zeros`, copies a chunk of the weight into it, and keeps a flat view of it. Between
+ranks a weight travels stored tensor by stored tensor: `DTensor.full_tensor` gathers the rows of all ranks, and
+`distribute_tensor` scatters them.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from hf_trainweights.errors import UnsupportedError
+from hf_trainweights.formats.arithmetic import as_bytes
 from hf_trainweights.tensor import ops as _ops  # noqa: F401  (its handlers, which some of these extend, come first)
-from hf_trainweights.tensor.dispatch import HANDLERS, implements, replaces
+from hf_trainweights.tensor.dispatch import HANDLERS, implements, replaces, unsupported_collective
 from hf_trainweights.tensor.distributed.sharding import pad_rows
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.read_only import read_only
@@ -25,6 +28,7 @@ from hf_trainweights.tensor.read_only import read_only
 aten = torch.ops.aten
 
 _new_tensor = HANDLERS[aten.new_zeros.default]
+_alias = HANDLERS[aten.alias.default]
 _copy_of = HANDLERS[aten.clone.default]
 _to_copy = HANDLERS[aten._to_copy.default]
 _view = HANDLERS[aten.view.default]
@@ -185,3 +189,47 @@ def _pad(func: Any, tensor: QuantizedTensor, pad: Sequence[int], value: Any = 0)
 @implements(aten.is_pinned.default)
 def _is_pinned(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> bool:
     return all(func(held, *args, **kwargs) for held in tensor.held.tensors.values())
+
+
+def _gather(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
+    # It waits at once. PyTorch would wait for the wrapper, which no collective writes, and read the codes too early.
+    def gather(stored: Tensor) -> Tensor:
+        gathered = func(as_bytes(stored.contiguous()), *args, **kwargs)
+        return torch.ops._c10d_functional.wait_tensor.default(gathered).view(stored.dtype)
+
+    return tensor.join({name: gather(stored) for name, stored in tensor.tensors.items()}, tensor.dtype)
+
+
+def _wait(func: Any, tensor: QuantizedTensor) -> Any:
+    del func
+    return _alias(aten.alias.default, tensor)
+
+
+def _scatter(func: Any, outputs: Sequence[Any], inputs: Sequence[Sequence[Any]], *args: Any) -> Any:
+    """Let the first rank send the others their rows: `distribute_tensor`, with which a full state dict is loaded."""
+    weights = [*outputs, *(weight for row in inputs for weight in row)]
+    if not all(isinstance(weight, QuantizedTensor) for weight in weights):
+        raise unsupported_collective(func)
+    works = []
+    for name in outputs[0].format.tensor_names:
+        received = [as_bytes(output.tensors[name]) for output in outputs]
+        sent = [[as_bytes(weight.tensors[name].contiguous()) for weight in row] for row in inputs]
+        works.append(func(received, sent, *args)[1])
+    for work in works:
+        dist.Work.unbox(work).wait()
+    return outputs, works[-1]
+
+
+def _register_collectives() -> None:
+    import torch.distributed.tensor  # defines them
+
+    functional = torch.ops._c10d_functional
+    implements(functional.all_gather_into_tensor.default)(_gather)
+    implements(torch.ops.c10d.scatter_.default)(_scatter)
+    for name in ("wait_tensor", "_wrap_tensor_autograd"):
+        if hasattr(functional, name):  # PyTorch 2.8 has no `_wrap_tensor_autograd`
+            implements(getattr(functional, name).default)(_wait)
+
+
+if dist.is_available():
+    _register_collectives()

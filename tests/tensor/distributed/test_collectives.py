@@ -11,7 +11,7 @@ from weights import random_weight
 from hf_trainweights import QuantizedTensor
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.formats.int4 import Int4
-from hf_trainweights.tensor.distributed.collectives import _scatter
+from hf_trainweights.tensor.distributed.sharded_ops import _scatter
 
 WEIGHT = QuantizedTensor.quantize(random_weight(64, 64, dtype=torch.bfloat16), Int4(32))
 
