@@ -54,15 +54,16 @@ _ROUNDING: ContextVar[Rounding | None] = ContextVar("_ROUNDING", default=None)
 
 
 @contextlib.contextmanager
-def rounding_said_once() -> Iterator[None]:
+def rounding_said_once() -> Iterator[Rounding]:
     """Warn at the end of the outermost of these contexts of what quantizing again has cost within it."""
-    if _ROUNDING.get() is not None:
-        yield
+    outermost = _ROUNDING.get()
+    if outermost is not None:
+        yield outermost
         return
     rounding = Rounding()
     token = _ROUNDING.set(rounding)
     try:
-        yield
+        yield rounding
     finally:
         _ROUNDING.reset(token)
     if rounding.count:
@@ -114,10 +115,8 @@ def in_float(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
             _put(module, name, weight)
     changed = {name: values for name, values in wanted.items() if not _is_same(weights[name], values)}
     quantized = {name: requantize(weights[name], values) for name, values in changed.items()}
-    with rounding_said_once():
+    with rounding_said_once() as rounding:
         for name, weight in quantized.items():
-            rounding = _ROUNDING.get()
-            assert rounding is not None
             rounding.add(weights[name], changed[name], weight)
             weights[name].data = weight
 

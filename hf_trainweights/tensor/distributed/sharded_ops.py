@@ -73,18 +73,10 @@ class FlatWeight(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return _compute_in_float(func, args, kwargs or {})
+        float_args, float_kwargs = tree_map_only(FlatWeight, FlatWeight.to_float, (args, kwargs or {}))
+        return func(*float_args, **float_kwargs)
 
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return _compute_in_float(func, args, kwargs or {})
-
-
-def _compute_in_float(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    args, kwargs = tree_map_only(FlatWeight, FlatWeight.to_float, (args, kwargs))
-    return func(*args, **kwargs)
+    __torch_dispatch__ = __torch_function__
 
 
 def _among_ranks() -> bool:
