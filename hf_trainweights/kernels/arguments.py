@@ -24,9 +24,10 @@ MultiplyFew = Callable[[Tensor, Tensor | None], Tensor | None]
 
 
 def only_fitting(
-    multiply: MultiplyFew, N: int, K: int, dtype: torch.dtype, most_rows: int, device: torch.device
+    multiply: MultiplyFew, held: Mapping[str, Tensor], form: Format, dtype: torch.dtype, most_rows: int
 ) -> MultiplyFew:
     """Return a function that takes any x and bias, and gives None unless they lie in memory as a product reads them."""
+    (N, K), device = form.shape_of(held["qdata"]), held["qdata"].device
     most_elements = min(sys.maxsize, most_rows * K)
 
     def checked(x: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -43,6 +44,8 @@ def only_fitting(
             and not bias.is_neg()
         ):
             return None
+        if DEBUG:
+            check_product("a prepared product", x, held, form, bias)
         return multiply(x, bias)
 
     return checked

@@ -24,7 +24,7 @@ from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.uint import UInt
-from hf_trainweights.kernels.arguments import DEBUG, check_product, storage_freed
+from hf_trainweights.kernels.arguments import storage_freed
 from hf_trainweights.kernels.cpu_features import capabilities, most_rows
 from hf_trainweights.native_library import load_library
 
@@ -149,21 +149,17 @@ def is_available() -> bool:
 class Product:
     """Products with weights of one shape and format; up to `most_rows` rows they take less time than PyTorch's ops."""
 
-    def __init__(self, library: ctypes.CDLL, weight: Weight, form: Format, most_rows: int) -> None:
-        self._library, self._weight, self._form, self.most_rows = library, weight, form, most_rows
+    def __init__(self, library: ctypes.CDLL, weight: Weight, dtype: torch.dtype, most_rows: int) -> None:
+        self._library, self._weight, self._dtype, self.most_rows = library, weight, dtype, most_rows
         self._address = ctypes.addressof(weight)
         self._N, self.columns = weight.N, weight.K
         self._size = functools.lru_cache(_SIZES)(functools.partial(library.product_bytes, self._address))
-        self._dtype = next(dtype for dtype, number in _DTYPES.items() if number == weight.dtype)
 
     def __call__(self, qdata: Tensor, scale: Tensor, groups: Groups, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return `F.linear(x, weight, bias)`; all tensors are as `find` was told, on the CPU and contiguous.
 
         x `[*, K]` has at least one row. UnsupportedError: the storage of a tensor was freed.
         """
-        if DEBUG:
-            tensors = dict(zip(self._form.tensor_names, (qdata, scale, *groups), strict=True))
-            check_product("a compiled product", x, tensors, self._form, bias)
         numbers = [tensor.data_ptr() for tensor in groups]
         codes_at, scales_at, x_at = qdata.data_ptr(), scale.data_ptr(), x.data_ptr()
         bias_at = None if bias is None else bias.data_ptr()
@@ -200,7 +196,7 @@ def find(form: Format, N: int, K: int, dtype: torch.dtype, scale_dtype: torch.dt
         return None
     digits = 1 if getattr(form, "activations", None) else 3 if dtype == torch.float32 else 2
     weight = Weight(N, K, size, _DTYPES[dtype], _DTYPES[scale_dtype], digits, *_codes(form))
-    return Product(library, weight, form, most_rows(form, dtype, instructions() or ""))
+    return Product(library, weight, dtype, most_rows(form, dtype, instructions() or ""))
 
 
 def _codes(form: Format) -> tuple[int, ...]:

@@ -92,8 +92,7 @@ def prepare_few_rows(held: Mapping[str, Tensor], form: Format, dtype: torch.dtyp
         multiply_few = prepare_few_rows(held, form.inner, dtype)
         if multiply_few is None:
             return None
-        N, K, device = len(held["qdata"]), held[COLUMN_SCALE].shape[-1], held["qdata"].device
-        return only_fitting(lambda x, bias: multiply_few(_scale_columns(x, held), bias), N, K, dtype, ALL, device)
+        return only_fitting(lambda x, bias: multiply_few(_scale_columns(x, held), bias), held, form, dtype, ALL)
     form = compiled.in_memory(form)
     qdata, scale, *others = (held[name] for name in form.tensor_names)
     N, K = form.shape_of(qdata)
@@ -103,23 +102,12 @@ def prepare_few_rows(held: Mapping[str, Tensor], form: Format, dtype: torch.dtyp
         # What kernels cannot read where it lies is copied for each product; a copy that is kept would grow stale.
         if qdata.data_ptr() % 4:
             return None
-        return only_fitting(_prepare_on_gpu(held, form, K, dtype), N, K, dtype, ALL, qdata.device)
+        return only_fitting(cuda.prepare(qdata, scale, form, K, dtype), held, form, dtype, ALL)
     product = compiled.find(form, N, K, dtype, scale.dtype) if qdata.device.type == "cpu" else None
     if product is None:
         return None
     multiply_few = functools.partial(product, qdata, scale, tuple(others))
-    return only_fitting(multiply_few, N, K, dtype, product.most_rows, qdata.device)
-
-
-def _prepare_on_gpu(held: Mapping[str, Tensor], form: Int8 | Int4, K: int, dtype: torch.dtype) -> MultiplyFew:
-    """Return what multiplies any number of rows: eager products wait for Python, so that each call counts."""
-    multiply = cuda.prepare(held["qdata"], held["scale"], form, K, dtype)
-
-    def checked(x: Tensor, bias: Tensor | None) -> Tensor | None:
-        check_product("a product on a GPU", x, held, form, bias)
-        return multiply(x, bias)
-
-    return checked if DEBUG else multiply
+    return only_fitting(multiply_few, held, form, dtype, product.most_rows)
 
 
 def _scale_columns(x: Tensor, held: Mapping[str, Tensor]) -> Tensor:

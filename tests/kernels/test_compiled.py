@@ -20,7 +20,7 @@ from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.uint import UInt4
-from hf_trainweights.kernels import compiled, linear, prepare_few_rows, stored
+from hf_trainweights.kernels import arguments, compiled, linear, prepare_few_rows, stored
 from hf_trainweights.kernels.arguments import MultiplyFew
 from hf_trainweights.tensor.dispatch import FALLBACKS
 
@@ -194,15 +194,13 @@ def test_a_layer_multiplies_without_dequantizing(form: Format, dtype: torch.dtyp
 
 @pytest.mark.usefixtures("library")
 def test_guards_check_what_a_function_gets_where_they_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = Int8().quantize(random_weight(64, 64))
-    few = compiled.find(Int8(), 64, 64, torch.float32, torch.float32)
-    assert few is not None
+    few = prepared(Int8().quantize(random_weight(64, 64)), Int8(), torch.float32)
     checked: list[str] = []
-    monkeypatch.setattr(compiled, "check_product", lambda op, *_: checked.append(op))
+    monkeypatch.setattr(arguments, "check_product", lambda op, *_: checked.append(op))
     for enabled in (False, True):
-        monkeypatch.setattr(compiled, "DEBUG", enabled)
-        few(tensors["qdata"], tensors["scale"], (), torch.ones(1, 64), None)
-        assert checked == ["a compiled product"] * enabled
+        monkeypatch.setattr(arguments, "DEBUG", enabled)
+        few(torch.ones(1, 64), None)
+        assert checked == ["a prepared product"] * enabled
 
 
 @on_every_cpu
