@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.kernels.arguments import MultiplyFew
+from hf_trainweights.kernels.cpu_features import is_rounding
 
 _logger = logging.getLogger(__name__)
 
@@ -86,13 +87,12 @@ class Case(NamedTuple):
 _CHECKED: dict[Case, bool] = {}
 
 
-def serves(qdata: Tensor, group_size: int | None) -> bool:
-    """Return whether the op is to be used for a weight on a GPU: whether Triton compiles the kernels for it."""
-    return _fits(group_size) and _compiles(qdata.device.index)
-
-
-def _fits(group_size: int | None) -> bool:
-    return group_size is None or (group_size >= 8 and group_size.bit_count() == 1)
+def serves(form: Format, qdata: Tensor, dtype: torch.dtype) -> TypeGuard[Int8 | Int4]:
+    """Return whether a weight is on a GPU and Triton compiles the kernels there that read it and give a dtype."""
+    if qdata.device.type != "cuda" or not isinstance(form, (Int8, Int4)) or dtype not in _MOST_ROWS:
+        return False
+    size = form.group_size
+    return (size is None or (size >= 8 and size.bit_count() == 1)) and _compiles(qdata.device.index)
 
 
 @functools.cache
@@ -104,12 +104,10 @@ def _compiles(index: int | None) -> bool:
 
 def linear(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, form: Int8 | Int4) -> Tensor | None:
     """Return `F.linear(x, weight, bias)` of x `[*, K]` and a weight that `serves`; None where no kernel is right."""
-    M, N, K = x.shape[:-1].numel(), len(scale), x.shape[-1]
-    if min(M, N, K) == 0:
+    if x.numel() == 0 or len(scale) == 0:
         return None
-    with torch.cuda.device_of(x):
-        run = _find(qdata, scale, form, K, x.dtype, M)
-        return None if run is None else run(x.contiguous(), None if bias is None else bias.contiguous())
+    multiply_prepared = prepare(qdata, scale, form, x.shape[-1], x.dtype)
+    return multiply_prepared(x.contiguous(), None if bias is None else bias.contiguous())
 
 
 def prepare(qdata: Tensor, scale: Tensor, form: Int8 | Int4, K: int, dtype: torch.dtype) -> MultiplyFew:
@@ -136,8 +134,7 @@ def prepare(qdata: Tensor, scale: Tensor, form: Int8 | Int4, K: int, dtype: torc
 
 def _meets_integers(form: Int8 | Int4, N: int, K: int) -> bool:
     """Return whether many rows of x are rounded to integers and multiplied as such."""
-    is_wanted = isinstance(form, Int8) and form.activations is not None
-    return is_wanted and N % _INTEGER_ALIGNMENT == K % _INTEGER_ALIGNMENT == 0
+    return is_rounding(form) and N % _INTEGER_ALIGNMENT == K % _INTEGER_ALIGNMENT == 0
 
 
 def _find(qdata: Tensor, scale: Tensor, form: Int8 | Int4, K: int, dtype: torch.dtype, M: int) -> Run | None:
@@ -163,10 +160,8 @@ def _find_dequantize(
 
 def dequantize_rows(tensors: Mapping[str, Tensor], form: Format, K: int, dtype: torch.dtype) -> Tensor | None:
     """Return what `form.dequantize_rows` returns of matrices, bit for bit; None where no kernel does it."""
-    if not isinstance(form, (Int8, Int4)) or dtype not in _MOST_ROWS or not _fits(form.group_size):
-        return None
     qdata, scale = tensors["qdata"], tensors["scale"]
-    if qdata.dim() != 2 or qdata.numel() == 0 or not _compiles(qdata.device.index):
+    if qdata.dim() != 2 or qdata.numel() == 0 or not serves(form, qdata, dtype):
         return None
     with torch.cuda.device_of(qdata):
         make = _find_dequantize(qdata, scale, form, K, dtype)

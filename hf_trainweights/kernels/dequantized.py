@@ -82,5 +82,5 @@ def _rows_of(
 
 
 def _dequantize(tensors: Mapping[str, Tensor], form: Format, K: int, dtype: torch.dtype) -> Tensor:
-    made = cuda.dequantize_rows(tensors, form, K, dtype) if tensors["qdata"].device.type == "cuda" else None
+    made = cuda.dequantize_rows(tensors, form, K, dtype)
     return form.dequantize_rows(tensors, K, dtype) if made is None else made

@@ -67,10 +67,7 @@ def _is_served(x: Tensor, held: Mapping[str, Tensor], form: Format) -> bool:
 
 
 def _has_gpu_kernels(form: Format, qdata: Tensor, scale: Tensor, dtype: torch.dtype) -> TypeGuard[Int8 | Int4]:
-    if qdata.device.type != "cuda" or not isinstance(form, (Int8, Int4)):
-        return False
-    is_exact = dtype in FLOAT_DTYPES and torch.promote_types(scale.dtype, dtype) == dtype
-    return is_exact and cuda.serves(qdata, form.group_size)
+    return cuda.serves(form, qdata, dtype) and torch.promote_types(scale.dtype, dtype) == dtype
 
 
 def prepare_few_rows(held: Mapping[str, Tensor], form: Format, dtype: torch.dtype) -> MultiplyFew | None:

@@ -212,7 +212,7 @@ def test_groups_are_served_where_blocks_hold_whole_ones(
 ) -> None:
     monkeypatch.setattr(cuda, "_compiles", lambda index: True)
     with FakeTensorMode():
-        assert cuda.serves(torch.empty(8, 8, device="cuda"), group_size) == expected
+        assert cuda.serves(Int8(group_size), torch.empty(8, 8, device="cuda"), torch.float32) == expected
 
 
 @pytest.mark.parametrize(
