@@ -15,7 +15,7 @@ from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.base import Format
 from hf_trainweights.kernels.arguments import MultiplyFew
-from hf_trainweights.kernels.dequantized import multiply_dequantized, multiply_transpose
+from hf_trainweights.kernels.stored import multiply_dequantized, multiply_transpose
 from hf_trainweights.tensor.dispatch import compute_dequantized, implements, replaces
 from hf_trainweights.tensor.held_tensor import Held
 from hf_trainweights.tensor.ops import set_data

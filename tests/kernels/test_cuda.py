@@ -20,7 +20,7 @@ from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.kernels import cuda, linear, prepare_few_rows, stored
-from hf_trainweights.kernels.dequantized import multiply_dequantized
+from hf_trainweights.kernels.stored import multiply_dequantized
 
 every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 every_form = pytest.mark.parametrize("form", [Int8(), Int8(32), Int4(32)], ids=str)

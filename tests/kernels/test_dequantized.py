@@ -16,7 +16,7 @@ from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.uint import UInt2, UInt3, UInt4, UInt5, UInt6
-from hf_trainweights.kernels import compiled, dequantized
+from hf_trainweights.kernels import compiled, stored
 
 FORMATS = [
     *(Int8(size) for size in (None, 4, 8, 16, 32, 64, 128)),
@@ -69,12 +69,12 @@ def test_products_with_the_weight_itself_are_as_exact_as_dequantizing(
     form: Format, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     N, K = 300, 128
-    monkeypatch.setattr(dequantized, "_BLOCK_ELEMENTS", 1 << 10)  # so that a sum is made of two blocks
+    monkeypatch.setattr(stored, "_BLOCK_ELEMENTS", 1 << 10)  # so that a sum is made of two blocks
     tensors = form.quantize(random_weight(N, K, dtype=dtype))
     weight = form.dequantize(tensors, (N, K), torch.float32)
     for M in (0, 1, 5, 130):
         x = random_weight(M, N, dtype=dtype)
-        out = dequantized.multiply_transpose(x, tensors, form, (N, K))
+        out = stored.multiply_transpose(x, tensors, form, (N, K))
         assert_close_product(out, (x.float() @ weight).to(dtype), x.double() @ weight.double())
 
 
@@ -83,8 +83,8 @@ def test_a_product_with_the_weight_itself_takes_the_dtype_that_the_cpu_multiplie
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_cpu(HASWELL, monkeypatch)
-    taken, rows_of = [], dequantized._rows_of
-    monkeypatch.setattr(dequantized, "_rows_of", lambda *arguments: taken.append(arguments[-1]) or rows_of(*arguments))
+    taken, rows_of = [], stored._rows_of
+    monkeypatch.setattr(stored, "_rows_of", lambda *arguments: taken.append(arguments[-1]) or rows_of(*arguments))
     tensors = Int8().quantize(random_weight(20, 64).bfloat16())
-    dequantized.multiply_transpose(random_weight(rows, 20).bfloat16(), tensors, Int8(), (20, 64))
+    stored.multiply_transpose(random_weight(rows, 20).bfloat16(), tensors, Int8(), (20, 64))
     assert taken == [torch.float32]

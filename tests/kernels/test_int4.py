@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from hf_trainweights import kernels
 from hf_trainweights.formats.int4 import Int4
-from hf_trainweights.kernels import dequantized, stored
+from hf_trainweights.kernels import stored
 from hf_trainweights.tensor.dispatch import FALLBACKS
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
@@ -73,8 +73,8 @@ def test_products_are_as_exact_as_dequantizing(shape: tuple[int, int, int], dtyp
 def test_weights_of_many_blocks_are_put_together_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = weight_of((320, 256, 128), torch.bfloat16), random(40, 256)
     whole = kernels.linear(x, weight.tensors, weight.format)
-    monkeypatch.setattr(dequantized, "_BLOCK_ELEMENTS", 1)
-    monkeypatch.setattr(dequantized, "_BLOCK_ROWS", 128)
+    monkeypatch.setattr(stored, "_BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(stored, "_BLOCK_ROWS", 128)
     torch.testing.assert_close(kernels.linear(x, weight.tensors, weight.format), whole)
 
 

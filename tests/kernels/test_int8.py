@@ -15,7 +15,7 @@ from weights import random_weight
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.kernels import dequantized, stored
+from hf_trainweights.kernels import stored
 
 every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 
@@ -75,7 +75,7 @@ def test_every_shape_keeps_the_bound(shape: tuple[int, int], dtype: torch.dtype)
 @every_dtype
 def test_blocks_are_put_together(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_BLOCK_ELEMENTS", "_BLOCK_ROWS"):
-        monkeypatch.setattr(dequantized, name, 1)
+        monkeypatch.setattr(stored, name, 1)
     for rows in (1, 6, 100):
         assert_linear(x(rows, 64, dtype=dtype), quantized(200, 64, dtype), x(200, dtype=dtype, seed=2))
 
@@ -97,8 +97,8 @@ def test_codes_are_copied_only_where_pytorchs_op_would_crash(monkeypatch: pytest
 
 @pytest.mark.parametrize("rows", [5, 9, 10])
 def test_a_weight_on_the_left_gives_contiguous_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for elements in (1, dequantized._BLOCK_ELEMENTS):
-        monkeypatch.setattr(dequantized, "_BLOCK_ELEMENTS", elements)
+    for elements in (1, stored._BLOCK_ELEMENTS):
+        monkeypatch.setattr(stored, "_BLOCK_ELEMENTS", elements)
         for bias in (None, x(200, dtype=torch.bfloat16, seed=2)):
             assert_linear(x(rows, 96, dtype=torch.bfloat16), quantized(200, 96, torch.bfloat16), bias)
 
