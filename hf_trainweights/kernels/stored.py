@@ -203,7 +203,7 @@ def multiply_dequantized(
         out.zero_()
     else:
         rows = _rows_of(tensors, form, shape, dtype)
-        for part in _blocks(N, K):
+        for part in _blocks(N, K, _BLOCK_ELEMENTS):
             torch.mm(given, rows(part).t(), out=out[:, part])
     if bias is not None:
         out.add_(bias)
@@ -219,13 +219,13 @@ def multiply_transpose(x: Tensor, tensors: Mapping[str, Tensor], form: Format, s
     given, out = x.to(dtype), x.new_zeros(len(x), K, dtype=dtype)
     rows = _rows_of(tensors, form, shape, dtype)
     # Sums over blocks would be rounded to 16 bits after each of them.
-    for part in _blocks(N, K) if dtype == torch.float32 else [slice(0, N)]:
+    for part in _blocks(N, K, _BLOCK_ELEMENTS) if dtype == torch.float32 else [slice(0, N)]:
         out.addmm_(given[:, part], rows(part))
     return out.to(x.dtype)
 
 
-def _blocks(N: int, K: int, elements: int = _BLOCK_ELEMENTS) -> list[slice]:
-    """Return slices of about one size that make up N rows."""
+def _blocks(N: int, K: int, elements: int) -> list[slice]:
+    """Return slices of about one size, of so many elements or of the fewest rows, that make up N rows."""
     blocks = max(1, -(-N * K // elements))
     step = max(_BLOCK_ROWS, -(-N // (64 * blocks)) * 64)
     return [slice(start, start + step) for start in range(0, N, step)]

@@ -79,6 +79,16 @@ def test_products_with_the_weight_itself_are_as_exact_as_dequantizing(
 
 
 @pytest.mark.parametrize("rows", [1, 5])
+def test_a_large_weight_is_dequantized_block_by_block(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "_BLOCK_ELEMENTS", 1 << 10)
+    taken: list[slice] = []
+    monkeypatch.setattr(stored, "_rows_of", lambda *_: lambda part: taken.append(part) or random_weight(300, 128)[part])
+    stored.multiply_transpose(random_weight(rows, 300), {}, Int8(), (300, 128))
+    stored.multiply_dequantized(random_weight(rows, 128), {}, Int8(), (300, 128), None)
+    assert taken == [slice(0, 256), slice(256, 512)] * 2
+
+
+@pytest.mark.parametrize("rows", [1, 5])
 def test_a_product_with_the_weight_itself_takes_the_dtype_that_the_cpu_multiplies_fast(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
