@@ -61,19 +61,12 @@ def linear(x: Tensor, held: Mapping[str, Tensor], form: Format, bias: Tensor | N
     if isinstance(form, ColumnScaled):
         return linear(_scale_columns(x, held), held, form.inner, bias)
     form = compiled.in_memory(form)
-    if not _is_served(x, held, form):
+    qdata, scale = held["qdata"], held["scale"]
+    on_cpu = x.device.type == "cpu" and x.dtype in FLOAT_DTYPES and isinstance(form, compiled.FORMATS)
+    if x.device != qdata.device or not (on_cpu or _has_gpu_kernels(form, qdata, scale, x.dtype)):
         return None
     # Every other row of a weight lies apart, and ops of PyTorch read some tensors by their address alone.
     return LINEAR(x, [held[name].contiguous() for name in form.tensor_names], bias, _config_of(form))
-
-
-def _is_served(x: Tensor, held: Mapping[str, Tensor], form: Format) -> bool:
-    qdata, scale = held["qdata"], held["scale"]
-    if x.device != qdata.device:
-        return False
-    if x.device.type == "cpu":
-        return x.dtype in FLOAT_DTYPES and isinstance(form, compiled.FORMATS)
-    return _has_gpu_kernels(form, qdata, scale, x.dtype)
 
 
 def _has_gpu_kernels(form: Format, qdata: Tensor, scale: Tensor, dtype: torch.dtype) -> TypeGuard[Int8 | Int4]:
