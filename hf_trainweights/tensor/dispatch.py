@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections import Counter
@@ -34,22 +35,17 @@ _LOG_FALLBACKS = os.environ.get("TRAINWEIGHTS_LOG_FALLBACK") == "1"
 
 def implements(*ops: Any) -> Callable[[_Function], _Function]:
     """Make the decorated function the handler of ops."""
-
-    def register(function: _Function) -> _Function:
-        HANDLERS.update(dict.fromkeys(ops, function))
-        return function
-
-    return register
+    return functools.partial(_register, HANDLERS, ops)
 
 
 def replaces(*replaced: Any) -> Callable[[_Function], _Function]:
     """Make the decorated function run instead of functions of torch that get a quantized weight."""
+    return functools.partial(_register, REPLACEMENTS, replaced)
 
-    def register(function: _Function) -> _Function:
-        REPLACEMENTS.update(dict.fromkeys(replaced, function))
-        return function
 
-    return register
+def _register(table: dict[Any, Callable[..., Any]], keys: tuple[Any, ...], function: _Function) -> _Function:
+    table.update(dict.fromkeys(keys, function))
+    return function
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
