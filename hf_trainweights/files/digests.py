@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_trainweights.errors import ConfigError, CorruptFileError
-from hf_trainweights.files.reading import open_regular_file, require_regular_file, sign_json
+from hf_trainweights.files.reading import open_regular_file, read_json_object, require_regular_file, sign_json
 from hf_trainweights.files.weight_files import may_be_loaded
 
 CONFIG_NAME = "config.json"
@@ -171,18 +171,14 @@ def read_calibration(directory: Path) -> Mapping[str, Any] | None:
 
 def read_quantization_config(directory: Path) -> dict[str, Any] | None:
     """Return the `quantization_config` of a directory's config.json; None where there is none."""
-    file = directory / CONFIG_NAME
+    file, next_step = directory / CONFIG_NAME, "Restore it from a copy, or save the model again from its source."
     try:
-        with open_regular_file(file) as stream:
-            described = json.load(stream).get("quantization_config")
-            return None if described is None else dict(described)
+        described = read_json_object(file, next_step).get("quantization_config")
     except FileNotFoundError:
         return None
-    except CorruptFileError:
-        raise
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        next_step = "Restore it from a copy, or save the model again from its source."
-        raise CorruptFileError(str(file), "a model's configuration", repr(error)[:200], next_step) from error
+    if described is None or type(described) is dict:
+        return described
+    raise CorruptFileError(f"{file}, quantization_config", "an object", repr(described)[:200], next_step)
 
 
 def _quantization_sha256(directory: Path) -> str | None:

@@ -126,6 +126,18 @@ class DigestedFile:
         return self._digest.hexdigest()
 
 
+def read_json_object(path: Path, next_step: str = "Restore it from a copy.") -> dict[str, Any]:
+    """Read a JSON object from a regular file; CorruptFileError: it holds something else."""
+    with open_regular_file(path) as file:
+        try:
+            content = json.load(file)
+        except (ValueError, RecursionError) as error:
+            raise CorruptFileError(str(path), "a JSON object", repr(error)[:_MAX_SHOWN], next_step) from error
+    if type(content) is not dict:
+        raise CorruptFileError(str(path), "a JSON object", f"a {type(content).__name__}", next_step)
+    return content
+
+
 def sign_json(content: Mapping[str, Any]) -> bytes:
     """Return an object, its dataclasses as objects of their fields, as text that holds its own digest as `sha256`.
 

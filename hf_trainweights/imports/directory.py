@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.digests import CONFIG_NAME
-from hf_trainweights.files.reading import open_regular_file
+from hf_trainweights.files.reading import read_json_object
 from hf_trainweights.formats.base import Format
 from hf_trainweights.imports.conversion import Skeleton, Source, convert
 from hf_trainweights.imports.layouts import layout_of
@@ -133,15 +133,10 @@ def _read_json(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the description of the quantized weights, and the configuration without it."""
     file = folder / CONFIG_NAME
     try:
-        with open_regular_file(file) as stream:
-            config = json.loads(stream.read())
-        described = next((config.pop(key) for key in _KEYS if config.get(key) is not None), None)
-    except CorruptFileError:
-        raise
+        config = read_json_object(file, AGAIN)
     except OSError as error:
         raise ConfigError(str(file), "the configuration of a model", str(error), AGAIN) from error
-    except (ValueError, AttributeError, TypeError, RecursionError) as error:
-        raise CorruptFileError(str(file), "a JSON object", repr(error)[:200], AGAIN) from error
+    described = next((config.pop(key) for key in _KEYS if config.get(key) is not None), None)
     if described is None:
         next_step = "Quantize a float model with quantize_directory."
         raise ConfigError(str(file), "a quantization_config", "none: a float model", next_step)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +10,14 @@ from typing import TypeGuard
 
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest import Manifest, read_manifest, shown_mode
-from hf_trainweights.checkpoint.run.checkpoints import OPTIMIZER_NAME, checkpoint_directories, checkpoint_step
+from hf_trainweights.checkpoint.run.checkpoints import (
+    OPTIMIZER_NAME,
+    checkpoint_directories,
+    checkpoint_step,
+    trainer_state,
+)
 from hf_trainweights.errors import TrainWeightsError
-from hf_trainweights.files.reading import TORCH_SUFFIXES, open_regular_file
+from hf_trainweights.files.reading import TORCH_SUFFIXES
 from hf_trainweights.report.charts import WIDTH, Bar, Curve, bar_chart, line_chart, size, size_unit
 from hf_trainweights.report.drawing import Drawing, stack
 from hf_trainweights.report.page import Section, Table
@@ -21,7 +25,6 @@ from hf_trainweights.report.page import Section, Table
 PARTS = ("weights", "moments of the optimizer", "anchor", "other")
 _WEIGHTS, _MOMENTS, _ANCHOR, _OTHER = PARTS
 _PART_OF_ROLE = {"weight": _WEIGHTS, "buffer": _WEIGHTS, "exp_avg": _MOMENTS, "exp_avg_sq": _MOMENTS}
-_STATE_NAME = "trainer_state.json"
 _Inode = tuple[int, int]
 _MOST_ROWS = 120
 _LINKED = "link to an anchor, no bytes"
@@ -61,7 +64,7 @@ def read_run(root: Path) -> list[SavedCheckpoint]:
 def read_losses(root: Path, checkpoints: Sequence[SavedCheckpoint]) -> dict[str, list[tuple[float, float]]]:
     """Return `loss` and `eval_loss` as steps and values: from the newest Trainer's state, else from the manifests."""
     for path in checkpoint_directories(root):
-        history = _history(path / _STATE_NAME)
+        history = _history(path)
         curves = {name: list(_points(history, name)) for name in ("loss", "eval_loss")}
         if any(curves.values()):
             return {name: points for name, points in curves.items() if points}
@@ -129,14 +132,9 @@ def _inode(file: Path) -> _Inode:
     return status.st_dev, status.st_ino
 
 
-def _history(file: Path) -> list[object]:
+def _history(checkpoint: Path) -> list[object]:
     """Return what a Trainer logged; nothing where the file is missing or makes no sense."""
-    try:
-        with open_regular_file(file) as stream:
-            state = json.load(stream)
-    except (TrainWeightsError, OSError, ValueError, RecursionError):
-        return []
-    history = state.get("log_history") if isinstance(state, dict) else None
+    history = trainer_state(checkpoint).get("log_history")
     return history if isinstance(history, list) else []
 
 

@@ -9,7 +9,14 @@ import torch
 
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files import reading
-from hf_trainweights.files.reading import check_member, open_pickle, open_regular_file, open_zip, require_regular_file
+from hf_trainweights.files.reading import (
+    check_member,
+    open_pickle,
+    open_regular_file,
+    open_zip,
+    read_json_object,
+    require_regular_file,
+)
 
 NOT_REGULAR = {
     "a FIFO": os.mkfifo,
@@ -130,3 +137,12 @@ def test_what_the_disk_refuses_is_no_damage(tmp_path, monkeypatch):
     monkeypatch.setattr(reading, "open_regular_file", lambda path: Refusing())
     with pytest.raises(OSError, match="Input/output error"), open_zip(tmp_path / "file.pt"):
         pass
+
+
+@pytest.mark.parametrize(("content", "found"), [(b"{", "JSONDecodeError"), (b"[1]", "a list"), (b"[" * 9999, "Recurs")])
+def test_a_file_that_holds_no_json_object_is_refused(tmp_path, content, found):
+    (tmp_path / "object").write_bytes(b'{"a": [1]}')
+    assert read_json_object(tmp_path / "object") == {"a": [1]}
+    (tmp_path / "other").write_bytes(content)
+    with pytest.raises(CorruptFileError, match=rf"other: expected a JSON object, found .*{found}.* Use a copy\."):
+        read_json_object(tmp_path / "other", "Use a copy.")

@@ -20,6 +20,7 @@ from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -43,8 +44,8 @@ from hf_trainweights.files.reading import (
     check_member,
     file_sha256,
     is_torch_zip,
-    open_regular_file,
     open_zip,
+    read_json_object,
     require_regular_file,
 )
 from hf_trainweights.files.safetensors_file import read_safetensors_header
@@ -167,6 +168,14 @@ def require_undamaged(directory: Path, verified: Collection[str]) -> None:
             _require_anchor(path)
 
 
+def trainer_state(directory: Path) -> Mapping[str, Any]:
+    """Return what a Trainer noted in a checkpoint; nothing where it did not, or where the file is damaged."""
+    try:
+        return read_json_object(directory / TRAINER_STATE_NAME)
+    except (CorruptFileError, OSError):
+        return {}
+
+
 def file_problem(path: Path, *, is_torch: bool = True) -> str | None:
     """Say why a file is not as it was written, as far as its checksums or structure show, or return None.
 
@@ -174,9 +183,7 @@ def file_problem(path: Path, *, is_torch: bool = True) -> str | None:
     """
     try:
         if path.name == TRAINER_STATE_NAME:
-            with open_regular_file(path) as file:
-                if not isinstance(json.load(file), dict):
-                    return f"{path.name} cannot be read: it is not a JSON object"
+            read_json_object(path)
         elif path.suffix == ".safetensors":
             require_regular_file(path)
             with safe_open(path, framework="pt") as tensors:
@@ -376,10 +383,9 @@ def converted_weights_problem(checkpoint: str | Path, names: Set[str] | None = N
 def _marked_names(root: Path) -> frozenset[str]:
     """Return the names in the mark of a run, none if it has no mark; ValueError if it is damaged."""
     try:
-        content = json.loads((root / MARK_NAME).read_bytes())
+        names = read_json_object(root / MARK_NAME).get(_KEY)
     except FileNotFoundError:
         return frozenset()
-    names = content.get(_KEY) if isinstance(content, dict) else None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError("it holds no list of names")
     return frozenset(names)

@@ -6,7 +6,6 @@ There its manifest goes first and comes back last.
 from __future__ import annotations
 
 import contextlib
-import json
 import stat
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -35,13 +34,13 @@ from hf_trainweights.checkpoint.manifest import (
 )
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.anchors import unused_anchors
-from hf_trainweights.checkpoint.run.checkpoints import RNG_PREFIX, TRAINER_STATE_NAME, file_problem, list_files
+from hf_trainweights.checkpoint.run.checkpoints import RNG_PREFIX, file_problem, list_files, trainer_state
 from hf_trainweights.checkpoint.run.ranks import Ranks
 from hf_trainweights.errors import ConfigError, TrainWeightsError, UnsupportedError
 from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import create_file, remove_files, replace_file, save_errors
 from hf_trainweights.files.disk import lock_directory
-from hf_trainweights.files.reading import DigestedFile, file_sha256, is_torch_file, open_regular_file
+from hf_trainweights.files.reading import DigestedFile, file_sha256, is_torch_file
 from hf_trainweights.files.staging import remove_abandoned
 from hf_trainweights.models.host.models import model_origin
 
@@ -210,9 +209,8 @@ def manifest_fields(
         fields = {"step": previous.step, "epoch": previous.epoch, "metrics": previous.metrics}
         metadata = {key: value for key, value in previous.metadata.items() if key not in _CHOICES}
     else:
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            with open_regular_file(path / TRAINER_STATE_NAME) as file:
-                state = json.load(file)
+        state = trainer_state(path)
+        with contextlib.suppress(ValueError, TypeError, KeyError):
             fields = {"step": int(state["global_step"]), "epoch": float(state["epoch"])}
     if metrics is not None:
         fields["metrics"] = dict(metrics)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 import shutil
 import uuid
 from collections import defaultdict
@@ -25,9 +24,9 @@ from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_trainweights.checkpoint.run.checkpoints import intact_manifest, list_files
 from hf_trainweights.checkpoint.sharded.index import file_names, free_number, pickled_metadata
-from hf_trainweights.errors import ConfigError
+from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.atomic import create_file, remove_files, replace_file
-from hf_trainweights.files.reading import open_regular_file
+from hf_trainweights.files.reading import read_json_object
 from hf_trainweights.files.safetensors_file import TensorToWrite, write_safetensors, write_shards
 from hf_trainweights.models.saving.new_directories import copy_companions, new_directory, require_vacant_directory
 
@@ -57,7 +56,10 @@ def restore_as_model(source: str | Path, out: str | Path, *, config: str | Path 
     require_vacant_directory(out)
     contents, names = _weights(source)
     config_file = _find_config(contents.directory) if config is None else Path(config)
-    is_adapter = "peft_type" in _read_config(config_file)
+    try:
+        is_adapter = "peft_type" in read_json_object(config_file)
+    except (CorruptFileError, OSError) as error:
+        raise ConfigError(str(config_file), "a model's configuration", str(error), "Name another file.") from error
     tensors = {}
     for name, stored in names.items():
         entry = contents.tensors[stored]
@@ -176,14 +178,3 @@ def _find_config(directory: Path) -> Path:
                 return folder / name
     next_step = "Name the model's config.json (`--config` on the command line)."
     raise ConfigError(str(directory), f"a {_CONFIG} beside the checkpoint or above it", "none", next_step)
-
-
-def _read_config(file: Path) -> dict[str, object]:
-    try:
-        with open_regular_file(file) as stream:
-            content = json.load(stream)
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(str(file), "a model's configuration", str(error), "Name another file.") from error
-    if not isinstance(content, dict):
-        raise ConfigError(str(file), "a model's configuration", type(content).__name__, "Name another file.")
-    return content

@@ -11,7 +11,6 @@ docs/checkpoint.md lists the files that a directory may hold.
 from __future__ import annotations
 
 import contextlib
-import json
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -36,15 +35,15 @@ from hf_trainweights.checkpoint.run.anchors import (
     second_moments,
 )
 from hf_trainweights.checkpoint.run.checkpoints import (
-    TRAINER_STATE_NAME,
     checkpoint_directories,
     step_of,
     steps_since_last_save,
+    trainer_state,
 )
 from hf_trainweights.checkpoint.run.job import SaveJob
 from hf_trainweights.errors import CorruptFileError, UnstorableError
 from hf_trainweights.files.atomic import create_directory, link_or_copy, remove_files, replace_file, save_errors
-from hf_trainweights.files.reading import DigestedFile, open_regular_file, read_chunks
+from hf_trainweights.files.reading import DigestedFile, read_chunks
 from hf_trainweights.files.torch_zip import Writable
 
 WEIGHTS_NAME = "pytorch_model.bin"
@@ -131,9 +130,8 @@ def find_anchor_candidate(job: SaveJob, weights_name: str) -> WeightsAnchor | No
 
 def _noted_interval(directory: Path, step: int | None) -> int | None:
     """Return the steps from one save to the next as a Trainer notes them, at most those that the run has."""
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, CorruptFileError):
-        with open_regular_file(directory / TRAINER_STATE_NAME) as file:
-            save_steps = int(json.load(file)["save_steps"])
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        save_steps = int(trainer_state(directory)["save_steps"])
         return max(1, min(save_steps, step or save_steps))
     return step
 

@@ -113,7 +113,7 @@ def write(name, content):
 DEBRIS = {
     "no trainer state": (remove("trainer_state.json"), "trainer_state.json cannot be read"),
     "half a trainer state": (lambda path: cut(path / "trainer_state.json"), "trainer_state.json cannot be read"),
-    "no object": (write("trainer_state.json", b"[]"), "not a JSON object"),
+    "no object": (write("trainer_state.json", b"[]"), "expected a JSON object, found a list"),
     "no weights": (remove("model.safetensors"), "no weight file"),
     "half the weights": (lambda path: cut(path / "model.safetensors"), "model.safetensors cannot be read"),
     "half the optimizer": (lambda path: cut(path / "optimizer.pt"), "optimizer.pt cannot be read"),
