@@ -41,6 +41,7 @@ from benchmarks.speed.rounds import Run, interleave
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.kernels import cuda, linear
+from hf_trainweights.models.host.models import cache_argument
 
 LLAMA: dict[str, Any] = {
     "hidden_size": 2048,
@@ -249,8 +250,10 @@ def _decode(model: PreTrainedModel, device: str, sizes: Sizes, compiled: bool = 
     cache = StaticCache(config=model.config, max_cache_len=sizes.prompt_tokens + sizes.decoded_tokens)
     prompt = _tokens(model, device, sizes)
 
+    past = {cache_argument(model): cache}
+
     def step(token: Tensor) -> Tensor:
-        return model(token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(dim=-1)
+        return model(token, **past, use_cache=True).logits[:, -1:].argmax(dim=-1)
 
     compiled_step = torch.compile(step, mode="reduce-overhead", fullgraph=True)
 

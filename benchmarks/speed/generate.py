@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks.speed.methods import Method, guarded
 from benchmarks.speed.models import load
 from benchmarks.speed.rounds import Run, clock, interleave
+from hf_trainweights.models.host.models import cache_argument
 
 PROMPT_TOKENS = 16
 PREFILL_TOKENS = 256
@@ -94,11 +95,12 @@ def _decode(model: PreTrainedModel) -> Run:
 
 @torch.inference_mode()
 def _decode_some(model: PreTrainedModel, count: int) -> float:
+    name = cache_argument(model)
     result = model(_tokens(model, PROMPT_TOKENS), use_cache=True, logits_to_keep=1)
     start = clock()
     for _ in range(count):
         token = result.logits[:, -1:].argmax(dim=-1)
-        result = model(token, past_key_values=result.past_key_values, use_cache=True)
+        result = model(token, **{name: result[name]}, use_cache=True)
     return (clock() - start) / count
 
 

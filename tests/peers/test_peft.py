@@ -20,11 +20,13 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, outputs
 from covering import by_default
+from packaging.version import Version
 from peft import PeftConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, dequantize_, quantize_
+from hf_trainweights.models.host.models import cache_argument
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),
@@ -157,6 +159,8 @@ def test_each_method_is_saved_and_loaded_onto_the_same_base(method: str, base: P
 @pytest.mark.parametrize("method", PROMPTS)
 def test_each_kind_of_prompt_trains(method: str, base: PreTrainedModel) -> None:
     name, options = PROMPTS[method]
+    if method == "prefix tuning" and cache_argument(base) == "cache" and Version(peft.__version__) < Version("0.22"):
+        pytest.skip("this PEFT passes the cache under its earlier name")
     model = get_peft_model(base, config_of(name, {"task_type": "CAUSAL_LM", **options}))
     before = stored(model)
     steps(model, 2)
