@@ -289,10 +289,6 @@ def matching_names(weights: Mapping[str, tuple[int, ...]], stored: Mapping[str, 
     """Return which weights of a checkpoint other files have, by shape and name, which may differ by one prefix.
 
     Both arguments are shapes by name; the result is the name in the other files by that in the checkpoint.
-
-    Examples:
-        >>> matching_names({"bert.pooler.weight": (2, 2), "head.weight": (3, 2)}, {"pooler.weight": (2, 2)})
-        {'bert.pooler.weight': 'pooler.weight'}
     """
     # One prefix for all: a name that happens to end like another would be a bad reference.
     (more, added), (less, removed) = _commonest_prefix(weights, stored), _commonest_prefix(stored, weights)

@@ -91,12 +91,7 @@ def seal_structure(content: Mapping[str, Any]) -> str:
 
 
 def padded_length(length: int) -> int:
-    """Return the smallest length of a payload, >= `length`, in which no byte is 46.
-
-    Examples:
-        >>> padded_length(45), padded_length(46), hex(padded_length(0x2E31))
-        (45, 47, '0x2f00')
-    """
+    """Return the smallest length of a payload, >= `length`, in which no byte is 46."""
     for shift in range(56, -8, -8):
         if length >> shift & 0xFF == ord("."):
             return (length >> shift) + 1 << shift
@@ -179,15 +174,8 @@ def _check_storage(entry: Any, index: int, has_anchor: bool) -> None:
 class TensorReport:
     """What became of one stored tensor; tied tensors and views of the same memory count as one.
 
-    Args:
-        path: Key path of the first tensor, e.g. `state.0.exp_avg`.
-        name: Its parameter's name where the plan knows it, else the path.
-        role: As in the plan, else `other`.
-        codec: Name of the codec that won.
-        params: The codec's parameters.
-        bound: Largest error of a decoded element in the codec's unit; None if it is exact.
-        bytes_in: Decoded bytes.
-        bytes_out: Stored bytes.
+    `path` is the key path of the first one, e.g. `state.0.exp_avg`; `name` is its parameter's where the plan knows it,
+    else the path. `bound` is the largest error of a decoded element in the codec's unit, None if it is exact.
     """
 
     path: str

@@ -81,11 +81,6 @@ def flatten(tree: Any) -> tuple[dict[str, Any], list[Storage]]:
     """Take a tree apart: `{"tree": node, "tensors": [view, ...]}`, ready for JSON, and the storages that it views.
 
     UnstorableError names the key path of a value that is not in this module's table, or contains itself.
-
-    Examples:
-        >>> structure, storages = flatten({"lr": 0.1, "step": torch.tensor(3.0)})
-        >>> structure
-        {'tree': {'dict': [['lr', 0.1], ['step', {'tensor': 0}]]}, 'tensors': [{'storage': 0}]}
     """
     flattener = _Flattener()
     node = flattener.node(tree, ())

@@ -120,10 +120,6 @@ def optimizer_states(names: Iterable[str]) -> dict[str, StateName]:
     """Find the states and groups of optimizers by their names in a flattened state dict, objects included.
 
     Names that end like Adam's moments are of states even without groups.
-
-    Examples:
-        >>> optimizer_states(["optim.state.0.weight.exp_avg", "optim.param_groups", "model.0.weight"])
-        {'optim.state.0.weight.exp_avg': StateName(optimizer='optim', parameter='0.weight', key='exp_avg')}
     """
     parts = {name: name.split(".") for name in names}
     optimizers = {
@@ -143,10 +139,6 @@ def models(names: Iterable[str], paths: Mapping[str, Sequence[str | int]]) -> di
     """Sort the flattened names of weights and buffers by where their model's state dict stands, then own names.
 
     `paths` are the keys from which DCP's planner joined each name; one without an entry stands at the top, "".
-
-    Examples:
-        >>> models(["model.0.weight"], {"model.0.weight": ("model", "0.weight")})
-        {'model': {'0.weight': 'model.0.weight'}}
     """
     found: dict[str, dict[str, str]] = defaultdict(dict)
     for name in names:

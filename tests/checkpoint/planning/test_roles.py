@@ -11,13 +11,17 @@ import pytest
 import torch
 from checkpoint.loops import Net
 from torch import nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from trees import fingerprint
 
 from hf_trainweights.checkpoint.directory import compress_directory
 from hf_trainweights.checkpoint.planning.roles import (
+    StateName,
     find_buffers,
     is_optimizer_state,
+    models,
     optimizer_parameter_names,
+    optimizer_states,
     recorded_names,
 )
 
@@ -162,3 +166,14 @@ def test_parameter_names_follow_the_optimizers_own_indices() -> None:
     groups = [{"params": [model.unused, model.conv.bias]}, {"params": [model.embed.weight, torch.ones(2)]}]
     assert optimizer_parameter_names(model, torch.optim.SGD(groups)) == {0: "unused", 1: "conv.bias", 2: "embed.weight"}
     assert optimizer_parameter_names(model, None) == {}
+
+
+def test_weights_and_states_are_told_by_the_names_that_dcp_gives_them() -> None:
+    adam = {"state": {"0.weight": ADAM}, "param_groups": [{**GROUP, "params": ["0.weight"]}]}
+    flat, paths = flatten_state_dict({"model": {"0.weight": MOMENT}, "optim": adam, "step": MOMENT})
+    states = optimizer_states(flat)
+    assert states["optim.state.0.weight.exp_avg"] == StateName("optim", "0.weight", "exp_avg")
+    assert states["optim.param_groups.0.lr"] == StateName("optim", "0", "lr")
+    assert states.keys() == {name for name in flat if name.startswith("optim.")}
+    weights = [name for name, value in flat.items() if isinstance(value, torch.Tensor) and name not in states]
+    assert models(weights, paths) == {"model": {"0.weight": "model.0.weight"}, "": {"step": "step"}}
