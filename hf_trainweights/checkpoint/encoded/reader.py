@@ -18,7 +18,7 @@ import io
 import os
 import pickle
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,7 @@ from hf_trainweights.checkpoint.encoded.structure import (
 )
 from hf_trainweights.checkpoint.encoded.tree import corrupt, path_text
 from hf_trainweights.errors import ConfigError, CorruptFileError, MissingAnchorError
-from hf_trainweights.files.reading import file_sha256, is_torch_zip, open_pickle, require_regular_file
+from hf_trainweights.files.reading import TORCH_SUFFIXES, file_sha256, is_torch_zip, open_pickle, require_regular_file
 from hf_trainweights.files.torch_zip import MemoryFile
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 
@@ -47,6 +47,8 @@ leave_undecoded: ContextVar[bool] = ContextVar("leave_undecoded", default=False)
 """Whether `decode_file`, which torch.load calls, is to return an `Undecoded`."""
 
 # Both in the order of registration.
+_CHUNK_BYTES = 1 << 20
+
 _directories: dict[Path, None] = {}
 _base_directories: dict[Path, None] = {}
 _digests: dict[tuple[int, int, int, int], str] = {}
@@ -136,6 +138,23 @@ def read_report(path: str | Path) -> dict[str, Any]:
         role = str(keys[-1]) if is_moment else "weight" if len(keys) == 1 else "other"
         tensors.append(vars(TensorReport.of(entry, path_text(keys), path_text(keys), role)))
     return {"anchor": structure.get("anchor", {}).get("sha256"), "tensors": tensors}
+
+
+def anchor_digests(path: Path) -> Collection[str]:
+    """Return the digests of the anchor, or of the files of the base, that a file refers to; none if it has none.
+
+    CorruptFileError: it is too damaged to tell.
+    """
+    if path.suffix in TORCH_SUFFIXES:
+        with open_pickle(path) as pickle:
+            while pickle.read(_CHUNK_BYTES):  # to its end, where its checksum is compared
+                pass
+    if not path.is_file() or not is_encoded(path):
+        return ()
+    anchor = read_structure(path).get("anchor")
+    if anchor is None:
+        return ()
+    return anchor["base"]["files"].values() if "base" in anchor else (anchor["sha256"],)
 
 
 def load_undecoded(path: str | Path) -> Undecoded:

@@ -15,7 +15,7 @@ import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES
 from hf_trainweights.checkpoint.codecs.coding.blocks import chunk_ranges
 from hf_trainweights.checkpoint.codecs.delta_uniform import rms_difference
 from hf_trainweights.checkpoint.encoded.decoder import MOST_ANCHORS, Anchor, BaseWeights
-from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_structure, verify_anchor
+from hf_trainweights.checkpoint.encoded.reader import anchor_digests, read_structure, verify_anchor
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, anchor_file_name
 from hf_trainweights.checkpoint.encoded.workers import in_order, worker_count
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest, require_amounts, require_fields
@@ -35,9 +35,6 @@ from hf_trainweights.checkpoint.planning.policy import SIZE_FLOOR
 from hf_trainweights.checkpoint.planning.roles import is_number, is_optimizer_state
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.atomic import link_or_copy, remove_files
-from hf_trainweights.files.reading import TORCH_SUFFIXES, open_pickle
-
-_CHUNK_BYTES = 1 << 20
 
 # The fields of an `AnchorRecord` in JSON.
 _RECORD = {
@@ -178,29 +175,12 @@ def unused_anchors(directory: Path) -> list[Path]:
         needed = {directory / name for name in listed}
         readers = set(directory.iterdir()) - anchors
         while readers:  # an anchor may be a difference to another one
-            names = {anchor_file_name(sha256) for path in readers for sha256 in _anchor_digests(path)}
+            names = {anchor_file_name(sha256) for path in readers for sha256 in anchor_digests(path)}
             readers = anchors.intersection(directory / name for name in names) - needed
             needed |= readers
     except (CorruptFileError, OSError):
         return []
     return sorted(anchors - needed)
-
-
-def _anchor_digests(path: Path) -> Collection[str]:
-    """Return the digests of the anchor, or of the files of the base, that a file refers to; none if it has none.
-
-    CorruptFileError: it is too damaged to tell.
-    """
-    if path.suffix in TORCH_SUFFIXES:
-        with open_pickle(path) as pickle:
-            while pickle.read(_CHUNK_BYTES):  # to its end, where its checksum is compared
-                pass
-    if not path.is_file() or not is_encoded(path):
-        return ()
-    anchor = read_structure(path).get("anchor")
-    if anchor is None:
-        return ()
-    return anchor["base"]["files"].values() if "base" in anchor else (anchor["sha256"],)
 
 
 def measure_delta_rms(weights: Mapping[str, Any], anchor: Anchor | BaseWeights) -> dict[str, float]:
