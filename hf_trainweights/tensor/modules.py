@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import weakref
 from collections import defaultdict
 
 import torch
@@ -91,18 +91,33 @@ def describe(module: nn.Module, name: str, parameter: nn.Parameter | None) -> No
     own = vars(module)
     if isinstance(parameter, QuantizedTensor):
         if "extra_repr" not in own:
-            own["extra_repr"] = functools.partial(extra_repr, module)
+            own["extra_repr"] = Description(module)
         own["__prepare_scriptable__"] = refuse_torchscript
     elif own.get("__prepare_scriptable__") is refuse_torchscript:
         others = (weight for key, weight in module.named_parameters(recurse=False) if key != name)
         if not any(isinstance(weight, QuantizedTensor) for weight in others):
             del own["__prepare_scriptable__"]
-            if getattr(own["extra_repr"], "func", None) is extra_repr:
+            if isinstance(own["extra_repr"], Description):
                 del own["extra_repr"]
 
 
+class Description:
+    """The `extra_repr` of a module, held weakly: a cycle would keep the weights until garbage is collected."""
+
+    def __init__(self, module: nn.Module):
+        self._module = weakref.ref(module)
+
+    def __call__(self) -> str:
+        """Return what `extra_repr` does, nothing for a module that is gone."""
+        module = self._module()
+        return "" if module is None else extra_repr(module)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self._module(),)
+
+
 def extra_repr(module: nn.Module) -> str:
-    """Return the module's own description and its quantized weights'."""
+    """Return the module's own description and its quantized weights'; models that were pickled once call it."""
     own = type(module).extra_repr(module)
     weights = {name: p.format for name, p in module.named_parameters(recurse=False) if isinstance(p, QuantizedTensor)}
     return ", ".join(([own] if own else []) + [f"{name}={form}" for name, form in weights.items()])

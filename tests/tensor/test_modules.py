@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import io
 import logging
+import pickle
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -490,6 +492,22 @@ def test_print_names_the_formats_beside_the_layers_own_words() -> None:
     module = quantized(TrainWeightsConfig("int4", group_size=32, overrides={"first": "int8"}))
     assert "(first): Linear(in_features=128, out_features=128, bias=True, weight=int8)" in repr(module)
     assert "(head): Linear(in_features=128, out_features=16, bias=False)" in repr(module)
+
+
+def test_a_module_is_gone_with_its_last_name_and_no_garbage_is_left_of_it() -> None:
+    module = quantized()
+    with torch.no_grad():
+        module(INDICES)
+    copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
+    assert all(repr(each) == repr(module) for each in copies)
+    gc.collect()
+    gc.disable()
+    try:
+        weights = [weakref.ref(weight) for each in (module, *copies) for weight in each.parameters()]
+        del module, copies
+        assert all(weight() is None for weight in weights)
+    finally:
+        gc.enable()
 
 
 def test_an_extra_repr_of_the_users_own_is_left_alone() -> None:
