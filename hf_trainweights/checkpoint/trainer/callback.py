@@ -12,12 +12,10 @@ import re
 import shutil
 import threading
 from collections.abc import Iterable, Mapping
-from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -41,20 +39,12 @@ from hf_trainweights.checkpoint.run.ranks import Ranks, all_ranks
 from hf_trainweights.checkpoint.whole.rewriting import replace_weights
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.models.host.checkpoints import converted_names
+from hf_trainweights.models.host.ranks import Sharding, sharding_of
 
 _logger = logging.get_logger(__name__)
 
 # What wraps modules under FSDP, and does not stand in the names of a checkpoint.
 _WRAPPERS = re.compile(r"(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
-
-
-class Sharding(Enum):
-    """What a Trainer writes into a checkpoint."""
-
-    NONE = "files of one rank"
-    FULL = "files of one rank, gathered from all (FSDP, FULL_STATE_DICT)"
-    SHARDED = "DCP directories (FSDP, SHARDED_STATE_DICT)"
-    OTHER = "something else (DeepSpeed, FSDP of XLA or with LOCAL_STATE_DICT), or nobody says where (a search)"
 
 
 class Backlog:
@@ -363,7 +353,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
 
     def _sharding(self, args: TrainingArguments, state: TrainerState) -> Sharding:
         # Only the Trainer knows the directory of a trial; checkpoints right in the output directory are of another run.
-        sharding = Sharding.OTHER if state.is_hyper_param_search else _sharding_of(args)
+        sharding = Sharding.OTHER if state.is_hyper_param_search else sharding_of(args)
         if sharding is Sharding.OTHER:
             what = "Checkpoints of DeepSpeed, of FSDP other than DCP and of a hyperparameter search"
             self._say_once(f"{what} are left as the Trainer wrote them.")
@@ -384,19 +374,6 @@ def _newest_metrics(state: Any) -> dict[str, float]:
     """Return the newest number of every name that a Trainer logged."""
     logged = (metric for entry in state.log_history for metric in entry.items())
     return {name: float(value) for name, value in logged if isinstance(value, int | float)}
-
-
-def _sharding_of(args: Any) -> Sharding:
-    """Return what a Trainer with these `TrainingArguments` writes; its accelerator exists."""
-    state = AcceleratorState() if is_initialized() else None
-    plugin = getattr(state, "fsdp_plugin", None)
-    if plugin is None:
-        # `accelerate launch` can ask for either without the arguments.
-        is_deepspeed = getattr(getattr(state, "distributed_type", None), "name", "") == "DEEPSPEED"
-        return Sharding.OTHER if is_deepspeed or args.deepspeed or args.fsdp else Sharding.NONE
-    kinds = {"FULL_STATE_DICT": Sharding.FULL, "SHARDED_STATE_DICT": Sharding.SHARDED}
-    shown = str(plugin.state_dict_type)
-    return next((kind for name, kind in kinds.items() if name in shown), Sharding.OTHER)
 
 
 def _plain_names(named: Iterable[tuple[str, Any]]) -> list[str]:

@@ -1,6 +1,7 @@
 """What ranks that hold parts of one model do: they fail alike, and the first one writes for all.
 
-And what Transformers' own parallelism asks of a quantizer: how it reads weights, wraps parts and runs modules.
+Also what Transformers' own parallelism asks of a quantizer: how it reads weights, wraps parts and runs modules; and
+whether a Trainer's checkpoints are of one rank or of all.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import copy
 import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState, is_initialized
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
@@ -157,3 +160,25 @@ def on_first_rank(work: Callable[[], _Result]) -> _Result | None:
     """Return on the first rank what a function returns, None on all others; its error is raised on every rank."""
     with failing_alike(together=True):
         return work() if dist.get_rank() == 0 else None
+
+
+class Sharding(Enum):
+    """What a Trainer writes into a checkpoint."""
+
+    NONE = "files of one rank"
+    FULL = "files of one rank, gathered from all (FSDP, FULL_STATE_DICT)"
+    SHARDED = "DCP directories (FSDP, SHARDED_STATE_DICT)"
+    OTHER = "something else (DeepSpeed, FSDP of XLA or with LOCAL_STATE_DICT), or nobody says where (a search)"
+
+
+def sharding_of(args: Any) -> Sharding:
+    """Return what a Trainer with these `TrainingArguments` writes; its accelerator exists."""
+    state = AcceleratorState() if is_initialized() else None
+    plugin = getattr(state, "fsdp_plugin", None)
+    if plugin is None:
+        # `accelerate launch` can ask for either without the arguments.
+        is_deepspeed = getattr(getattr(state, "distributed_type", None), "name", "") == "DEEPSPEED"
+        return Sharding.OTHER if is_deepspeed or args.deepspeed or args.fsdp else Sharding.NONE
+    kinds = {"FULL_STATE_DICT": Sharding.FULL, "SHARDED_STATE_DICT": Sharding.SHARDED}
+    shown = str(plugin.state_dict_type)
+    return next((kind for name, kind in kinds.items() if name in shown), Sharding.OTHER)
