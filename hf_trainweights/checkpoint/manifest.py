@@ -1,7 +1,22 @@
 """`trainweights.json`: what a checkpoint directory holds, file by file, so that damage is found before it is used.
 
-The manifest is one JSON object that carries its own digest, see `files.reading`. Beside this `sha256` it has `format`,
-`format_version` and the fields of `_MANIFEST`; each of its `files` has those of `_FILE`, and an encoded one a report.
+The manifest is one JSON object that carries its own digest, see `files.reading`:
+
+    {
+      "anchor": null,
+      "created": "2026-01-31T12:00:00+00:00",
+      "epoch": 1.5,
+      "files": {"pytorch_model.bin": {"report": {...}, "sha256": "...", "size_bytes": 123}, ...},
+      "format": "trainweights-checkpoint",
+      "format_version": 1,
+      "metadata": {},
+      "metrics": {"loss": 2.5},
+      "mode": "lossless",
+      "package_version": "...",
+      "sha256": "...",
+      "step": 100,
+      "torch_version": "..."
+    }
 
 A file that was rounded stays rounded when it is encoded once more without a loss, and when it is restored. Its report
 says what encoding it cost, the optional key `rounded_before` what it had lost before: file name to role to the largest
