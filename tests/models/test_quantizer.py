@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import json
 import logging
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -730,3 +732,12 @@ def test_what_is_quantized_is_told_by_the_files_not_by_the_order_of_overrides(tm
     model.save_pretrained(tmp_path / "saved")
     inputs = moe.inputs(model)
     assert all(map(torch.equal, outputs(load(tmp_path / "saved"), inputs), outputs(model, inputs)))
+
+
+def test_a_deleted_model_leaves_nothing_once_garbage_is_collected(quantized_directory: QuantizedDirectory) -> None:
+    model = AutoModelForCausalLM.from_pretrained(quantized_directory())
+    outputs(model, LLAMA.inputs(model))
+    left = [weakref.ref(each) for each in (model, *model.modules(), *model.parameters())]
+    del model
+    gc.collect()
+    assert not any(each() for each in left)
