@@ -94,10 +94,14 @@ def find_checkpoints(root: str | Path) -> Iterator[FoundCheckpoint]:
     Raises:
         OSError: `root` is no directory, or cannot be read.
     """
-    with contextlib.suppress(FileNotFoundError):  # without `root` there are none
-        os.scandir(root).close()
+    _require_directory(root)
     for path in checkpoint_directories(root):
         yield check_checkpoint(path)
+
+
+def _require_directory(root: str | Path) -> None:
+    with contextlib.suppress(FileNotFoundError):  # without a directory there are no checkpoints
+        os.scandir(root).close()
 
 
 def check_checkpoint(path: Path) -> FoundCheckpoint:
@@ -285,13 +289,14 @@ def collect_garbage(root: str | Path, *, dry_run: bool = False) -> list[Path]:
         Paths that were removed, sorted. Files that a living process writes stay.
 
     Raises:
-        OSError: Something cannot be read or removed.
+        OSError: `root` is no directory, or something cannot be read or removed.
 
     Examples:
         >>> import tempfile
         >>> collect_garbage(tempfile.mkdtemp())
         []
     """
+    _require_directory(root)
     root = Path(root)
     removed: list[Path] = []
     checkpoints = checkpoint_directories(root)

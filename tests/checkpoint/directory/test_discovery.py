@@ -8,7 +8,7 @@ import pytest
 from checkpoint.runs import cut, save
 
 from hf_trainweights.checkpoint import directory
-from hf_trainweights.checkpoint.directory import find_checkpoints, latest
+from hf_trainweights.checkpoint.directory import collect_garbage, find_checkpoints, latest
 from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, verify_checkpoint
 
 
@@ -17,11 +17,12 @@ def test_a_missing_or_empty_root_has_no_checkpoint(tmp_path):
     assert latest(tmp_path / "missing") is None
 
 
+@pytest.mark.parametrize("ask", [latest, collect_garbage])
 @pytest.mark.parametrize("name", ["file", "file/inside"])
-def test_a_root_that_is_a_file_is_an_error_and_no_run_without_checkpoints(tmp_path, name):
+def test_a_root_that_is_a_file_is_an_error_and_no_run_without_checkpoints(tmp_path, name, ask):
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError, match=name):
-        latest(tmp_path / name)
+        ask(tmp_path / name)
 
 
 @pytest.mark.parametrize("manifest", [False, True])
