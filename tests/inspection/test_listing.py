@@ -294,7 +294,7 @@ def test_activations_are_no_part_of_what_is_stored(tmp_path: Path) -> None:
 )
 def test_a_damaged_configuration_is_an_error(text: str, quantized: Path) -> None:
     (quantized / "config.json").write_text(text)
-    with pytest.raises(CorruptFileError, match="expected a (JSON object|model's configuration)"):
+    with pytest.raises(CorruptFileError, match=r"expected a (JSON object|model's configuration)"):
         inspect_weights(quantized)
 
 

@@ -135,6 +135,10 @@ def _check(task: str | None, out: Path, runtime: str, opset: object, options: Ma
     if type(opset) is not int or opset < BLOCKS_OPSET:
         found = f"{opset}, which has no scales for blocks" if type(opset) is int else repr(opset)
         raise ConfigError("opset", f"{BLOCKS_OPSET} or later", found, f"Leave it out, or pass {BLOCKS_OPSET}.")
+    for name in ("input_names", "output_names"):
+        given = options[name]
+        if given is not None and not (isinstance(given, list | tuple) and all(isinstance(each, str) for each in given)):
+            raise ConfigError(name, "a list of names", repr(given)[:80], "Pass a list of strings, or leave it out.")
     if task is not None:
         _check_task(task, out, options)
     else:

@@ -168,6 +168,9 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
     for opset in ("21", 21.0, None):
         with pytest.raises(ConfigError, match=rf"^opset: expected 21 or later, found {opset!r}\. Leave it out"):
             export_onnx(model, out, example_inputs=images(2), opset=opset)  # type: ignore[arg-type]
+    for names in ("pixels", [1], 1):
+        with pytest.raises(ConfigError, match=r"^output_names: expected a list of names, found .*(1|pixels)"):
+            export_onnx(model, out, example_inputs=images(2), output_names=names)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"^opset: expected one that the exporter can write, found 99, for which it"):
         export_onnx(model, out, example_inputs=images(2), opset=99, verify=False)
     with pytest.raises(ConfigError, match=r"^runtime: expected one of portable, onnxruntime, found \['portable'\]"):
