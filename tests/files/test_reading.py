@@ -11,6 +11,7 @@ from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files import reading
 from hf_trainweights.files.reading import (
     check_member,
+    is_torch_zip,
     open_pickle,
     open_regular_file,
     open_zip,
@@ -146,3 +147,10 @@ def test_a_file_that_holds_no_json_object_is_refused(tmp_path, content, found):
     (tmp_path / "other").write_bytes(content)
     with pytest.raises(CorruptFileError, match=rf"other: expected a JSON object, found .*{found}.* Use a copy\."):
         read_json_object(tmp_path / "other", "Use a copy.")
+
+
+def test_a_torch_zip_is_told_by_how_it_begins(tmp_path):
+    torch.save([1], tmp_path / "zip")
+    (tmp_path / "text").write_bytes(b"PK\x03")
+    assert is_torch_zip(tmp_path / "zip")
+    assert not is_torch_zip(tmp_path / "text")

@@ -6,9 +6,10 @@ float32, each operation rounded once, no fused multiply-add:
 | | |
 |---|---|
 | encode | level q = round((x - a) / step + d); x equal to a has its own symbol |
-| decode | a + (q - d) * step, then rounded to the tensor's dtype; a for the own symbol, where -0.0 may become 0.0 |
+| decode | a + (q - d) * step, then rounded to the tensor's dtype; of the own symbol a, but 0.0 for a -0.0 where d < 0 |
 
-An element that would miss the bound, is not finite or too far away is stored as it is (see `levels`).
+DITHER[k] = (k**-1 mod 4093 - 2046) / 4096, the inverse modulo that prime, with 0**-1 = 0: it begins -2046, -2045, 1
+(over 4096). An element that would miss the bound, is not finite or too far away is stored as it is (see `levels`).
 
 Why dither: plain rounding moves every small change to the same side, towards the anchor, which undoes training and
 biases the loss upwards; with dither the error is uniform in +-step/2 and independent of the change. The table is a

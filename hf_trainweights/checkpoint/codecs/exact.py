@@ -3,9 +3,9 @@
 The one payload of `raw` has the elements in row-major order, little-endian, and nothing else.
 
 `planes` cuts the tensor into chunks of 2**18 components (a complex number is two). In each, every floating point
-component is rotated left by one bit, so that the exponent fills the top byte and the sign goes to the lowest
-bit; then the bytes of each significance make one block, lowest first (see `blocks`). Mantissas are noise and
-stay as they are; exponents are coded.
+component of more than one byte is rotated left by one bit, so that the exponent fills the top byte and the sign goes
+to the lowest bit; then the bytes of each significance make one block, lowest first (see `blocks`). Mantissas are noise
+and stay as they are; exponents are coded.
 
 `planes-delta` holds in a chunk the difference to the anchor where that is smaller: the wrapping integer difference of
 the bit patterns, tensor minus anchor, zigzag coded (0, -1, 1, -2, ... become 0, 1, 2, 3, ...; one-byte components are
@@ -23,8 +23,10 @@ Its chunks are tiles of at most 2**18 elements (see `levels`).
 
 | payload of the others | content |
 |---|---|
-| 0 | chunks x itemsize blocks; but for `planes` then one block of a byte per chunk: 1 = difference, 0 = plain |
+| 0 | chunks x itemsize blocks, chunk by chunk; then, but not for `planes`, one of a byte per chunk |
 | 1 | of `planes-rank1` alone: as in `rank1` |
+
+The byte is 1 for a difference, which is not rotated, and 0 for a chunk as `planes` has it; itemsize is a component's.
 """
 
 from __future__ import annotations

@@ -5,12 +5,12 @@ become zero, or the next update explodes: it is quantized in log2, where a step 
 most of it, as in Adafactor (Shazeer and Stern 2018), which saves two bits per element.
 
 With r and c the means of log2(v) over the element's row and column (see `rank1`), whole multiples of 1/128, and
-P(k) = 2**(k/128), cut to 24 bits:
+P(k) = 2**(k/128), cut down to a float of 24 bits, with 2**(k // 128) as a factor of its own:
 
 | | |
 |---|---|
 | encode | level q = round((log2(v) - r - c) / step); zero has its own symbol |
-| decode | (2**(q * step) * P(128 r)) * P(128 c) in float32, then rounded to the tensor's dtype |
+| decode | (2**(q * step) * P(128 r)) * P(128 c) in float32, then rounded to the tensor's dtype; 0 for that symbol |
 
 2**(q * step) is put together from its bits, and P is cut far from where float64 rounds, so decoding gives the same bits
 on every machine. An element that is negative, NaN or infinite, or would decode further off, is stored as it is (see
@@ -22,7 +22,7 @@ exp_avg_sq and t = sqrt(v) * step, all float32, each operation rounded once:
 | | |
 |---|---|
 | encode | level q = round(m / t) |
-| decode | q * t, then rounded to the tensor's dtype |
+| decode | q * t, then rounded to the tensor's dtype; there is no symbol of its own |
 
 So an error of step / 2 changes the next update of that weight by at most step / 2 learning rates, whatever the
 size of m. An element that is not finite, or not zero where v is zero, or too far away is stored as it is (see

@@ -3,8 +3,8 @@
     data/0     the payload: what the codecs wrote, each piece at a multiple of 16 bytes, 0 to 2 % padding
     data.pkl   decode_file(payload, structure)
 
-`structure` is text: the SHA-256 of the rest in hexadecimal, so that no key, scalar or shape changes unnoticed,
-and the rest, one JSON object:
+The pickle's last text is `structure`: the SHA-256 of the rest, as it stands there in UTF-8, in hexadecimal, so that no
+key, scalar or shape changes unnoticed, and the rest, one JSON object:
 
     {"version": 1,
      "anchor": {"sha256": "...", "path": "/runs/a/checkpoint-5/<sha256>.anchor"},
@@ -12,20 +12,19 @@ and the rest, one JSON object:
      "storages": [{"codec": "planes-delta", "dtype": "float32", "shape": [2, 2], "sizes": [123, 45],
                    "crc32": 1234567890, "params": {...}, "bound": 0.001, "anchor": "layers.0.weight"}, ...]}
 
-`tree` and `tensors` are described in tree.py. `sizes` are the lengths of a storage's
-pieces of the payload, in order; `crc32` is over their bytes. `bound` is the largest error of an element in the codec's
-unit, rounding before a lossless codec included; what is exact has none. What a codec has no use for is left out:
-`params`, and which decoded tensors it refers to: `anchor`, a name in the anchor, and `exp_avg_sq`, a lower
-index in `storages`.
+`tree` and `tensors` are described in tree.py. `sizes` are the lengths of a storage's pieces of the payload, in order;
+`crc32` is over their bytes. `bound` is the largest error of an element in the codec's unit, rounding before a lossless
+codec included; what is exact has none. What a codec has no use for is left out: `params`, and which decoded tensors it
+refers to: `anchor`, a name in the anchor, and `exp_avg_sq`, a lower index in `storages`.
 
-No byte of the text, or of the payload's length, is a full stop: pickle takes one for the end of the file, and
-a flipped bit can make it look for an instruction in either. So there a full stop is a middle dot (U+00B7), and
-zeros are appended to a payload until its length is free of the byte 46.
+No byte of the text, or of the payload's length, is a full stop: pickle takes one for the end of the file, and a
+flipped bit can make it look for an instruction in either. So there a full stop is a middle dot (U+00B7), of which JSON
+escapes others, and zeros are appended to a payload until its length is free of the byte 46.
 
 An anchor is an encoded file of one flat state dict. It may refer to another anchor, whose link lies beside its own. It
-is found by its digest (reader.py). In its place may stand weights outside the run, as others wrote them: then
-`anchor` has one more key, `base`, its `sha256` is that of all files of the base together, its `path` leads to a
-directory that may keep them under their own digests, and a storage's `anchor` is a name in them:
+is found by its digest (reader.py). In its place may stand weights outside the run, as others wrote them: then `anchor`
+has one more key, `base`, its `sha256` is that of the text that `sha256sum` prints of all files of the base, its `path`
+leads to a directory that may keep them under their own digests, and a storage's `anchor` is a name in them:
 
     "base": {"files": {"model.safetensors": "<sha256>"},
              "repository": "sentence-transformers/all-MiniLM-L6-v2",

@@ -10,15 +10,14 @@
 | torch.dtype, torch.device | `{"dtype": "float32"}`, `{"device": "cuda:0"}` |
 | tensor, parameter | `{"tensor": index}`; the same object twice has the same index |
 
-An OrderedDict brings the `_metadata` of a module's state dict as a second entry, `"metadata": node`. Of a
-tensor its values, dtype, layout, `requires_grad` and its being a parameter are kept; attributes and hooks
-are not.
+An OrderedDict brings the `_metadata` of a module's state dict as a second entry of its node, `"metadata": node`. Of a
+tensor its values, dtype, layout, `requires_grad` and its being a parameter are kept; attributes and hooks are not.
 
-A tensor is a view, `{"storage": 3, "shape": [2, 2], "stride": [1, 2], "offset": 4, "requires_grad": true,
-"parameter": true}`; left out are the shape where it is the storage's, strides that are row-major, an offset
-of 0 and false. Tensors that share memory share a storage, so a write through one shows in the other. A
-storage holds what its views span, gaps closed: a small view of a large tensor does not drag the rest along.
-Errors name a tensor by its key path, i.e. where in the tree it is.
+A tensor is a view, `{"storage": 3, "shape": [2, 2], "stride": [1, 2], "offset": 4, "requires_grad": true, "parameter":
+true}`; left out are the shape where it is the storage's, strides that are row-major, an offset of 0 and false. Tensors
+that share memory share a storage, so a write through one shows in the other. A storage holds what its views span, in
+elements, the gaps between views closed: a small view of a large tensor does not drag the rest along. Errors name a
+tensor by its key path, i.e. where in the tree it is.
 """
 
 from __future__ import annotations

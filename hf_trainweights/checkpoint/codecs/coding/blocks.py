@@ -1,12 +1,12 @@
 """A tensor cut into chunks or tiles, memory to work on them, and bytes as blocks through zstd's Huffman coder.
 
-The reader knows the length of each *block* of bytes beforehand, from the tensor's shape, so no frame can make it
-allocate more. A payload is
+The reader knows the length of each *block* of bytes beforehand, from the tensor's shape and blocks that it has read, so
+no frame can make it allocate more. A payload is
 
 | part | content |
 |---|---|
 | blocks | back to back; each either as it is or, when that is smaller, as one standard zstd frame |
-| table | one uint32 per block: its stored size; equal to the block's own size means stored as it is |
+| table | one uint32 per block, little-endian: its stored size; equal to the block's own size means stored as it is |
 
 `hf_trainweights.files.byte_planes` codes each block.
 

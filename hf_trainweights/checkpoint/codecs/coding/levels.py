@@ -7,10 +7,11 @@ Each element has a level q, or is the *same* as its prediction, or is *exact*, s
 | 0 | the levels: 3n + 2 blocks (see `blocks`) for n tiles |
 | 1 | the exact elements, row-major, in the tensor's dtype |
 
-The tensor is viewed as a matrix [R, C], split between the two dimensions that make it most square, and cut into
-tiles of at most 2**16 elements: 2**16 // C whole rows, or 2**16 columns of a longer row. If there is more than one
-tile and C >= 128, its rows are coded in the order of their classes, which rise from 0 to 7 with the size of a row's
-levels, and within a class in their own order: a tile has one Huffman code, so its rows should be alike.
+The tensor is viewed as a matrix [R, C], split after the first dimensions that make max(R, C) smallest, a vector as one
+row. It is cut into tiles of at most 2**16 elements: 2**16 // C whole rows, or 2**16 columns of a longer row. If there
+is more than one tile and C >= 128, its rows are coded in the order of their classes, which rise from 0 to 7 with the
+size of a row's levels, and within a class in their own order: a tile has one Huffman code, so its rows should be
+alike.
 
 | block | content |
 |---|---|
@@ -18,7 +19,7 @@ levels, and within a class in their own order: a tile has one Huffman code, so i
 | 3i + 1 | if w > 8 the lowest w - 8 bits of each symbol, one byte each, else empty |
 | 3i + 2 | int16, for each escape of the tile its level, -32768 for the same or 32767 for exact; all low bytes first |
 | 3n | w of each tile, one byte each: 2, 4, 8, 10, 12, 14 or 16, whatever it needs |
-| 3n + 1 | the class of each row, one byte each; empty if there are none |
+| 3n + 1 | the class of each row, one byte each; empty if rows are in their own order |
 
 Symbols, with c = 2 ** (w - 1):
 
@@ -28,8 +29,9 @@ Symbols, with c = 2 ** (w - 1):
 | 1 ... 2c - 2 | 0, 1, 2 | level = symbol - c; if w is 2, symbol - 1 |
 | 2c - 1 | 3 | an escape |
 
-Symbols of 2 or 4 bits are packed four or two to a byte, the first quarter or half of the tile in the lowest bits: a
-Huffman code cannot use less than one bit a byte, and is wasteful near that.
+Symbols of 2 or 4 bits are packed four or two to a byte, the first quarter or half of the tile, rounded up, in the
+lowest bits: symbol k is in byte k mod b of the b bytes. A Huffman code cannot use less than one bit a byte, and is
+wasteful near that.
 """
 
 from __future__ import annotations

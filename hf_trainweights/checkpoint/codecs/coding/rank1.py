@@ -1,10 +1,9 @@
 """Shared by the codecs of Adam's exp_avg_sq: the means of log2 over rows and columns.
 
 The tensor is viewed as a matrix [R, C] (see `levels`). Means are whole multiples of 1/128, over a sample of the
-elements that are positive; the means of rows are taken first, those of columns from
-the residuals. Means of fewer than 16 elements
-are zero and not stored. The payload is one block (see `blocks`), int16: the rows' if C >= 16, then the columns' if
-R >= 16, in units of 1/128; all low bytes, then all high.
+elements that are positive; the means of rows are taken first, those of columns from the residuals. The payload is one
+block (see `blocks`), int16: the R of rows if C >= 16, then the C of columns if R >= 16, in units of 1/128; all low
+bytes, then all high. Means that are not stored are zero.
 """
 
 from __future__ import annotations
