@@ -249,7 +249,6 @@ def _decode(model: PreTrainedModel, device: str, sizes: Sizes, compiled: bool = 
     """Return a run that decodes greedily with a static cache and returns the seconds of one token."""
     cache = StaticCache(config=model.config, max_cache_len=sizes.prompt_tokens + sizes.decoded_tokens)
     prompt = _tokens(model, device, sizes)
-
     past = {cache_argument(model): cache}
 
     def step(token: Tensor) -> Tensor:

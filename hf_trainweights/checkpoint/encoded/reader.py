@@ -46,9 +46,9 @@ from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 leave_undecoded: ContextVar[bool] = ContextVar("leave_undecoded", default=False)
 """Whether `decode_file`, which torch.load calls, is to return an `Undecoded`."""
 
-# Both in the order of registration.
 _CHUNK_BYTES = 1 << 20
 
+# Both in the order of registration.
 _directories: dict[Path, None] = {}
 _base_directories: dict[Path, None] = {}
 _digests: dict[tuple[int, int, int, int], str] = {}
@@ -146,8 +146,8 @@ def anchor_digests(path: Path) -> Collection[str]:
     CorruptFileError: it is too damaged to tell.
     """
     if path.suffix in TORCH_SUFFIXES:
-        with open_pickle(path) as pickle:
-            while pickle.read(_CHUNK_BYTES):  # to its end, where its checksum is compared
+        with open_pickle(path) as pickled:
+            while pickled.read(_CHUNK_BYTES):  # to its end, where its checksum is compared
                 pass
     if not path.is_file() or not is_encoded(path):
         return ()
