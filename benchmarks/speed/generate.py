@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def _speed_of_pair(
     rows: list[dict[str, Any]] = []
     for count in threads:
         torch.set_num_threads(count)
-        for phase, make in (("decode", _decode), ("prefill", _prefill)):
+        for phase, make in PHASES.items():
             made = {name: guarded(failures, name, make, model) for name, model in models.items()}
             runs = {name: run for name, run in made.items() if run is not None}
             taken = interleave(runs, rounds, baseline.name)
@@ -104,8 +105,9 @@ def _decode_some(model: PreTrainedModel, count: int) -> float:
     return (clock() - start) / count
 
 
-def _prefill(model: PreTrainedModel) -> Run:
-    tokens = _tokens(model, PREFILL_TOKENS)
+def _prefill(count: int, model: PreTrainedModel) -> Run:
+    """Return a run that reads a prompt of so many tokens and returns the seconds of it."""
+    tokens = _tokens(model, count)
 
     @torch.inference_mode()
     def run() -> float:
@@ -115,6 +117,14 @@ def _prefill(model: PreTrainedModel) -> Run:
 
     run()
     return run
+
+
+# What is timed of a model: how a run is made from it, which returns the seconds.
+PHASES: dict[str, Callable[[PreTrainedModel], Run]] = {
+    "decode": _decode,
+    "short prompt": partial(_prefill, PROMPT_TOKENS),
+    "prefill": partial(_prefill, PREFILL_TOKENS),
+}
 
 
 def generate(path: Path, methods: Sequence[Method], compiled: bool, failures: dict[str, str]) -> list[dict[str, Any]]:

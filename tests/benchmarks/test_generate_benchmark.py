@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.speed.generate import speed
+from benchmarks.speed.generate import PHASES, speed
 from benchmarks.speed.methods import FLOATS, OURS
 
 METHODS = [*FLOATS[:1], *OURS[:2]]
@@ -24,11 +24,11 @@ def test_rows_come_as_they_are_measured_and_are_not_measured_again(tmp_path: Pat
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
     failures: dict[str, str] = {}
     rows = speed(tmp_path, METHODS, [1], 1, failures, [])
-    first = list(islice(rows, 4))
+    first = list(islice(rows, 2 * len(PHASES)))
     assert [(row["name"], row["phase"]) for row in first] == [
-        (method.name, phase) for phase in ("decode", "prefill") for method in METHODS[:2]
+        (method.name, phase) for phase in PHASES for method in METHODS[:2]
     ]
     rest = list(speed(tmp_path, METHODS, [1], 1, failures, first))
-    assert [(row["name"], row["phase"]) for row in rest] == [(METHODS[2].name, "decode"), (METHODS[2].name, "prefill")]
+    assert [(row["name"], row["phase"]) for row in rest] == [(METHODS[2].name, phase) for phase in PHASES]
     assert failures == {}
     assert all(row["seconds"] > 0 for row in (*first, *rest))

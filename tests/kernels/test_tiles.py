@@ -176,6 +176,33 @@ def test_long_rows_and_many_tokens_are_multiplied(library: ctypes.CDLL, form: Fo
     assert_close_products(functools.partial(product, library, form, tensors), weight, torch.bfloat16, (M,))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["amx", "avx512"])
+@pytest.mark.parametrize("form", [UInt3(16), UInt6(32), Float8E4M3()], ids=str)
+def test_each_row_of_float32_is_as_exact_as_its_own_magnitude(name: str, form: Format) -> None:
+    # More columns than are summed at once, and numbers of a row that lie 80 octaves apart.
+    N, K = 34, 2112
+    tensors = form.quantize(random_weight(N, K))
+    x = random_weight(17, K)
+    x[3], x[4], x[5] = x[3] * 1e30, x[4] * 1e-30, x[5] * torch.logspace(-20, 4, K)
+    exact = x.double() @ form.dequantize(tensors, (N, K), torch.float64).t()
+    errors = (product(usual(name), form, tensors, x).double() - exact).norm(dim=1) / exact.norm(dim=1)
+    assert errors.max() <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["amx", "avx512"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_float8_gives_what_is_not_finite_as_float_weights_do(name: str, value: float) -> None:
+    tensors = Float8E4M3().quantize(random_weight(20, 128))
+    x = random_weight(17, 128)
+    x[1, 3] = value
+    expected = x[1] @ Float8E4M3().dequantize(tensors, (20, 128), torch.float32).t()
+    found = product(usual(name), Float8E4M3(), tensors, x)
+    assert torch.equal(found[1].nan_to_num(), expected.nan_to_num())
+    assert found.isfinite().all(1).tolist() == [m != 1 for m in range(17)]
+
+
 @every_dtype
 def test_8_bit_activations_are_rounded_to_127_steps_of_each_row(library: ctypes.CDLL, dtype: torch.dtype) -> None:
     form, N, K = Int8(activations="int8"), 40, 200

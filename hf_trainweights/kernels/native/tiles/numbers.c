@@ -1,6 +1,67 @@
-// Tokens as float32, 16 columns a step, and rows of uint and float8 weights as float32 or bfloat16.
+// Tokens as float32, 16 columns a step, or as the pieces of bfloat16 that float32 and float16 are the sums of, 32 columns
+// a step; and rows of uint and float8 weights as float32, or bfloat16, or pieces.
 #include "panel.h"
 
+#ifdef HAS_TILES
+// Round 32 numbers to bfloat16, and leave of each what that took away from it: nothing of infinity.
+static inline Integers take_piece(Floats numbers[2]) {
+    Integers piece = (Integers)_mm512_cvtne2ps_pbh(numbers[1], numbers[0]);
+    __m256i halves[2];
+    memcpy(halves, &piece, sizeof piece);
+    for (int i = 0; i < 2; i++) {
+        Floats left = numbers[i] - (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves[i]), 16);
+        numbers[i] = (Floats)((Integers)left & (left == left));
+    }
+    return piece;
+}
+
+// Write what each token is multiplied with, so that tiles, to which numbers below 2^-126 are 0, see it whole: a power of
+// two. With float8 a token that is not finite stays as it is, and gives what its products give.
+static void measure_pieces(const Panel *panel, int64_t tile, const char *x, int64_t tokens) {
+    const Weight *w = &panel->product->weight;
+    for (int64_t i = 0; i < tokens; i++) {
+        float top = largest_magnitude(x + i * w->K * itemsize(w->dtype), w->dtype, w->K), unit = 1;
+        uint32_t bits;
+        memcpy(&bits, &top, 4);
+        bits &= 0x7f800000;
+        if (top == top) memcpy(&unit, &bits, 4);
+        unit = unit > 0x1p126f ? 0x1p126f : unit;
+        panel->worth[tile * TILE_ROWS + i] = top == top || !w->bits ? unit : top;
+        panel->per_unit[tile * TILE_ROWS + i] = 1 / unit;
+    }
+}
+
+static inline __attribute__((always_inline)) void write_tile(const Panel *panel, int64_t tile, const char *x,
+                                                             int64_t tokens, int dtype, int pieces) {
+    const int64_t K = panel->product->weight.K, end = panel->column + panel->columns;
+    const float *per_unit = panel->per_unit + tile * TILE_ROWS;
+    int8_t *to = token_tiles(panel, tile);
+    Integers out[3][TILE_ROWS];
+    for (int t = 0; t < pieces; t++)
+        for (int i = 0; i < TILE_ROWS; i++) out[t][i] = all_integers(0);
+    for (int64_t k = panel->column; k < round_up(end, 64); k += 2 * LANES) {
+        for (int i = 0; i < tokens; i++) {
+            Floats numbers[2];
+            for (int half = 0; half < 2; half++) {
+                int64_t column = k + half * LANES;
+                numbers[half] = load_floats(x, dtype, i * K + column, end - column) * all_floats(per_unit[i]);
+            }
+            for (int t = 0; t < pieces; t++) out[t][i] = take_piece(numbers);
+        }
+        for (int t = 0; t < pieces; t++, to += TILE_BYTES) store_transposed(out[t], to, BYTES);
+    }
+}
+
+// The dtype and the number of pieces are constants in each case.
+void write_tokens_as_floats(const Panel *panel, int64_t tile) {
+    const Product *p = panel->product;
+    int64_t first = panel->token + tile * TILE_ROWS, tokens = least(TILE_ROWS, p->M - first);
+    const char *x = (const char *)p->x + first * p->weight.K * itemsize(p->weight.dtype);
+    if (panel->column == 0) measure_pieces(panel, tile, x, tokens);
+    if (p->weight.dtype == FLOAT32) write_tile(panel, tile, x, tokens, FLOAT32, 3);
+    else write_tile(panel, tile, x, tokens, FLOAT16, 2);
+}
+#else
 void write_tokens_as_floats(const Panel *panel, int64_t tile) {
     const Product *p = panel->product;
     const Weight *w = &p->weight;
@@ -14,55 +75,65 @@ void write_tokens_as_floats(const Panel *panel, int64_t tile) {
         store_transposed((const Integers *)numbers, to, BYTES);
     }
 }
+#endif
 
-// Write 32 numbers of a row, and return where its next numbers go.
-static inline __attribute__((always_inline)) int8_t *write_numbers(const Floats numbers[2], Way way, int8_t *to) {
+// Write 32 numbers of a row, in pieces or not, and return where its next numbers go.
+static inline __attribute__((always_inline)) int8_t *write_numbers(Floats numbers[2], Way way, int pieces, int8_t *to) {
+#ifdef HAS_TILES
+    if (way == FLOATS) {
+        for (int r = 0; r < pieces; r++, to += TILE_BYTES) *(Integers *)to = take_piece(numbers);
+        return to;
+    }
+#endif
 #ifdef __AVX512BF16__
     if (way == WIDENED) {
         *(Integers *)to = (Integers)_mm512_cvtne2ps_pbh(numbers[1], numbers[0]);
         return to + TILE_BYTES;
     }
 #endif
-    (void)way;
+    (void)way, (void)pieces;
     *(Floats *)to = numbers[0];
     *(Floats *)(to + TILE_BYTES) = numbers[1];
     return to + 2 * TILE_BYTES;
 }
 
-static inline __attribute__((always_inline)) void write_uint(const Panel *panel, int64_t n, Way way, int8_t *memory,
-                                                             int8_t *to) {
-    Floats scale = all_floats(row_scale(panel->product, n)), numbers[2];
+static inline __attribute__((always_inline)) void write_uint(const Panel *panel, int64_t n, Way way, float factor,
+                                                             int8_t *memory, int8_t *to) {
+    Floats scale = all_floats(factor), numbers[2];
     const int16_t *row = write_uint_row(panel->product, n, panel->column, panel->columns, memory);
     for (int64_t k = 0; k < round_up(panel->columns, 64); k += 2 * LANES) {
         for (int i = 0; i < 2; i++) {
             __m256i words = _mm256_loadu_si256((const __m256i *)(row + k + i * LANES));
             numbers[i] = to_floats((Integers)_mm512_cvtepi16_epi32(words)) * scale;
         }
-        to = write_numbers(numbers, way, to);
+        to = write_numbers(numbers, way, 2, to);
     }
 }
 
-static inline __attribute__((always_inline)) void write_float8(const Panel *panel, int64_t n, Way way, int8_t *to) {
-    Floats scale = all_floats(256 * row_scale(panel->product, n)), numbers[2];
+static inline __attribute__((always_inline)) void write_float8(const Panel *panel, int64_t n, Way way, float factor,
+                                                               int8_t *to) {
+    Floats scale = all_floats(factor), numbers[2];
     const uint8_t *codes = panel->product->qdata + n * panel->product->weight.K + panel->column;
     for (int64_t k = 0, end = panel->columns; k < round_up(end, 64); k += 2 * LANES) {
         fetch_ahead(codes + k);
         load_float8(codes + k, end > k ? end - k : 0, numbers);
         for (int i = 0; i < 2; i++) numbers[i] *= scale;
-        to = write_numbers(numbers, way, to);
+        to = write_numbers(numbers, way, 1, to);
     }
 }
 
 // The way is a constant in each case.
 void write_rows_as_numbers(const Panel *panel, const Block *block) {
     const Weight *w = &panel->product->weight;
-    int64_t steps = steps_of(panel, panel->columns);
+    int64_t tiles = steps_of(panel, panel->columns) * panel->row_pieces;
     for (int64_t r = 0; r < least(BLOCK_ROWS, w->N - block->first); r++) {
         int64_t n = block->first + r;
-        int8_t *to = block->tiles + r / TILE_ROWS * steps * TILE_BYTES + r % TILE_ROWS * BYTES;
-        if (w->code_units && panel->way == WIDENED) write_uint(panel, n, WIDENED, (int8_t *)block->scale, to);
-        else if (w->code_units) write_uint(panel, n, FLOATS, (int8_t *)block->scale, to);
-        else if (panel->way == WIDENED) write_float8(panel, n, WIDENED, to);
-        else write_float8(panel, n, FLOATS, to);
+        int8_t *to = block->tiles + r / TILE_ROWS * tiles * TILE_BYTES + r % TILE_ROWS * BYTES;
+        float factor = block->scale[r] = row_scale(panel->product, n) * (w->code_units ? 1 : 256);
+        if (!codes_hold_scales(panel)) factor = 1;
+        if (w->code_units && panel->way == WIDENED) write_uint(panel, n, WIDENED, factor, block->row, to);
+        else if (w->code_units) write_uint(panel, n, FLOATS, factor, block->row, to);
+        else if (panel->way == WIDENED) write_float8(panel, n, WIDENED, factor, to);
+        else write_float8(panel, n, FLOATS, factor, to);
     }
 }

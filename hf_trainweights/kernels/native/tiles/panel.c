@@ -1,27 +1,38 @@
 // How many tokens and columns a panel has, and where in memory everything is.
 #include "panel.h"
 
+// Pieces of bfloat16 that a token takes, 8 bits each, and a row of the weight: codes of float8 have 4 bits, and the
+// integers of uint 10.
+static int pieces_of_token(const Weight *w) { return w->dtype == FLOAT32 ? 3 : 2; }
+static int pieces_of_row(const Weight *w) { return w->code_units ? 2 : 1; }
+
 // Columns of a panel: all, if vectors multiply or those of all tokens fit it, else equal parts of whole groups that a
 // block's rows fit.
-static int64_t most_columns(const Product *p, Way way, int64_t column_bytes) {
+static int64_t most_columns(const Panel *panel, int64_t column_bytes) {
+    const Product *p = panel->product;
     int64_t K = p->weight.K, all = round_up(K, 64), whole = group_columns(p);
-    if (!is_in_tiles(way) || round_up(p->M, TILE_ROWS) * all * column_bytes <= HELD_BYTES) return all;
-    int64_t most = way == DIGITS ? ROW_BYTES : ROW_BYTES_OF_BFLOAT16 / 2, parts = (K + most - 1) / most;
+    if (!IN_TILES || round_up(p->M, TILE_ROWS) * all * column_bytes <= HELD_BYTES) return all;
+    int64_t most = panel->way == DIGITS ? ROW_BYTES : ROW_BYTES_OF_BFLOAT16 / 2 / panel->row_pieces;
+    int64_t parts = (K + most - 1) / most;
     return least(all, round_up((K + parts - 1) / parts, p->weight.group_size > 64 ? whole : 64));
 }
 
-static int64_t most_tokens(const Product *p, Way way, int64_t token_bytes) {
-    int64_t held = is_in_tiles(way) ? HELD_BYTES : HELD_BYTES_OF_VECTORS;
+static int64_t most_tokens(const Product *p, int64_t token_bytes) {
+    int64_t held = IN_TILES ? HELD_BYTES : HELD_BYTES_OF_VECTORS;
     int64_t fit = held / token_bytes / UNIT_TOKENS * UNIT_TOKENS;
     return least(fit < UNIT_TOKENS ? UNIT_TOKENS : least(fit, MOST_TOKENS), round_up(p->M, TILE_ROWS));
 }
 
 Panel panel_at(const Product *p, Way way, int8_t *memory) {
-    Panel panel = {.product = p, .way = way, .digits = way == DIGITS ? p->weight.digits : 1};
-    int64_t column_bytes = way == DIGITS ? panel.digits : 64 / step_columns(way), blocks = (p->weight.N + BLOCK_ROWS - 1) / BLOCK_ROWS;
-    panel.most_columns = most_columns(p, way, column_bytes);
-    panel.most_tokens = most_tokens(p, way, panel.most_columns * column_bytes);
-    int64_t units = panel.most_columns < p->weight.K ? (panel.most_tokens + UNIT_TOKENS - 1) / UNIT_TOKENS * blocks : 0;
+    const Weight *w = &p->weight;
+    Panel panel = {.product = p, .way = way, .digits = way == DIGITS ? w->digits : 1};
+    panel.token_pieces = is_in_pieces(way) ? pieces_of_token(w) : 1;
+    panel.row_pieces = is_in_pieces(way) ? pieces_of_row(w) : 1;
+    int64_t column_bytes = panel.digits * panel.token_pieces * 64 / step_columns(way);
+    int64_t blocks = (w->N + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    panel.most_columns = most_columns(&panel, column_bytes);
+    panel.most_tokens = most_tokens(p, panel.most_columns * column_bytes);
+    int64_t units = panel.most_columns < w->K ? (panel.most_tokens + UNIT_TOKENS - 1) / UNIT_TOKENS * blocks : 0;
     panel.worth = (float *)memory;
     panel.per_unit = panel.worth + panel.most_tokens;
     panel.kept = panel.per_unit + panel.most_tokens;
@@ -30,23 +41,26 @@ Panel panel_at(const Product *p, Way way, int8_t *memory) {
     return panel;
 }
 
-static int64_t scale_bytes(const Product *p) {
-    if (p->weight.code_units) return round_up(uint_row_bytes(p), ALIGNMENT);
-    return round_up(BLOCK_ROWS * groups_of(p) * 4, ALIGNMENT);
+// Tiles of a block's rows.
+static int64_t row_tiles(const Panel *panel) { return 2 * steps_of(panel, panel->most_columns) * panel->row_pieces; }
+
+static int64_t scales_of_block(const Panel *panel) {
+    return BLOCK_ROWS * (has_other_codes(panel->product) ? 1 : groups_of(panel->product));
 }
 
 static int64_t block_bytes(const Panel *panel) {
     const Product *p = panel->product;
-    int64_t steps = steps_of(panel, panel->most_columns);
-    return (2 * steps + PARTS + 2) * TILE_BYTES + 2 * SUMS_BYTES + scale_bytes(p);
+    int64_t row = p->weight.code_units ? round_up(uint_row_bytes(p), ALIGNMENT) : 0;
+    return (row_tiles(panel) + PARTS + 2) * TILE_BYTES + 2 * SUMS_BYTES + scales_of_block(panel) * 4 + row;
 }
 
 Block block_at(const Panel *panel, int thread) {
     Block block = {.tiles = panel->blocks + thread * block_bytes(panel)};
-    block.sums = block.tiles + 2 * steps_of(panel, panel->most_columns) * TILE_BYTES;
+    block.sums = block.tiles + row_tiles(panel) * TILE_BYTES;
     block.kept = (float *)(block.sums + 2 * SUMS_BYTES);
     block.results = block.kept + PARTS * TILE_BYTES / 4;
     block.scale = block.results + 2 * TILE_BYTES / 4;
+    block.row = (int8_t *)(block.scale + scales_of_block(panel));
     return block;
 }
 

@@ -26,13 +26,15 @@ typedef enum {
     NO_WAY,   // not by panels
     DIGITS,   // with the digits of x, as bytes
     WIDENED,  // as bfloat16, with an x of that dtype
-    FLOATS,   // as float32
+    FLOATS,   // as float32; tiles take pieces of bfloat16, whose sum is the number
 } Way;
 
 typedef struct {
     const Product *product;
     Way way;
     int digits;              // of a token; 1 for numbers
+    int token_pieces;        // that a number of a token is the sum of, 1 or more
+    int row_pieces;          // that a number of a row of the weight is the sum of
     int64_t most_columns;    // of a panel: all of K, or less, in whole groups
     int64_t most_tokens;     // of a panel
     int64_t token, tokens;   // what the panel holds
@@ -40,15 +42,16 @@ typedef struct {
     float *worth;            // [most_tokens]: what their sums are multiplied with; NaN where x is not finite
     float *per_unit;         // [most_tokens]: what x is multiplied with, to be written as digits
     float *kept;             // [N / 32][most_tokens / 32][PARTS][16][16]: sums between two panels of columns
-    int8_t *tiles;           // [tokens / 16][digits][steps] of tokens
+    int8_t *tiles;           // [tokens / 16][digits][steps][token_pieces] of tokens
     int8_t *blocks;          // of the threads
 } Panel;
 
 // What a thread multiplies with a panel.
 typedef struct {
     int64_t first;   // of its rows of the weight
-    int8_t *tiles;   // [2][steps] of rows; those behind the last row hold anything
-    float *scale;    // [BLOCK_ROWS][G]; memory for a row of uint
+    int8_t *tiles;   // [2][steps][row_pieces] of rows; those behind the last row hold anything
+    float *scale;    // [BLOCK_ROWS][G], of uint and float8 [BLOCK_ROWS]
+    int8_t *row;     // memory for a row of uint
     int8_t *sums;    // [2][SUMS_BYTES]: of a unit and of the next
     float *kept;     // [PARTS][16][16]: sums between one group and the next
     float *results;  // [16 tokens][BLOCK_ROWS]
@@ -58,20 +61,20 @@ typedef struct {
 #define PARTS 4
 #define SUMS_BYTES (PARTS * 3 * TILE_BYTES)
 
-static inline int64_t step_columns(Way way) { return way == DIGITS ? 64 : way == WIDENED ? 32 : 16; }
 // Whether tiles multiply, and not vectors.
-static inline int is_in_tiles(Way way) {
 #ifdef HAS_TILES
-    return way != FLOATS;
+#define IN_TILES 1
 #else
-    return (void)way, 0;
+#define IN_TILES 0
 #endif
-}
+
+static inline int64_t step_columns(Way way) { return way == DIGITS ? 64 : way == WIDENED || IN_TILES ? 32 : 16; }
+static inline int is_in_pieces(Way way) { return IN_TILES && way == FLOATS; }
 static inline int64_t steps_of(const Panel *panel, int64_t columns) {
     return round_up(columns, 64) / step_columns(panel->way);
 }
 static inline int8_t *token_tiles(const Panel *panel, int64_t tile) {
-    return panel->tiles + tile * panel->digits * steps_of(panel, panel->columns) * TILE_BYTES;
+    return panel->tiles + tile * panel->digits * panel->token_pieces * steps_of(panel, panel->columns) * TILE_BYTES;
 }
 // Columns that share a scale.
 static inline int64_t group_columns(const Product *p) {
@@ -81,7 +84,8 @@ static inline int64_t group_columns(const Product *p) {
 // Whether codes are multiplied with their scales before x is: all but those of rows with one scale, which stay exact.
 static inline int codes_hold_scales(const Panel *panel) {
     const Weight *w = &panel->product->weight;
-    return panel->way == FLOATS || (panel->way == WIDENED && (w->bits != 8 || w->group_size));
+    if (panel->way == FLOATS) return !IN_TILES;
+    return panel->way == WIDENED && (w->bits != 8 || w->group_size);
 }
 // Whether a weight has no codes of one byte or half a byte, but those of uint or float8.
 static inline int has_other_codes(const Product *p) { return p->weight.code_units || !p->weight.bits; }

@@ -56,28 +56,36 @@ static inline __attribute__((always_inline)) void finish(const Product *p, Pendi
     } while (0)
 
 // Fill two tiles of sums with the products of both tiles of rows and one tile of tokens, or four with those of two,
-// over some steps. Two of either lie `stride` bytes apart.
-static inline __attribute__((always_inline)) void multiply_tiles(const Product *p, const int8_t *rows,
+// over some steps. Two of either lie `stride` bytes apart for each of their pieces. Pieces hold 8 bits each: those that
+// come last, of a row and of a token, have products too small for float32.
+static inline __attribute__((always_inline)) void multiply_tiles(const Panel *panel, const int8_t *rows,
                                                                  const int8_t *tokens, int64_t stride, int is_pair,
                                                                  int64_t steps, int8_t *sums, Pending *pending,
                                                                  Way way, int digits) {
+    // Constants but where there are pieces.
+    int of_row = is_in_pieces(way) ? panel->row_pieces : 1, of_token = is_in_pieces(way) ? panel->token_pieces : 1;
     finish_stores(rows);
     zero_tile(0);
     zero_tile(1);
     zero_tile(2);
     zero_tile(3);
-    for (int64_t s = 0; s < steps; s++, rows += TILE_BYTES, tokens += TILE_BYTES) {
-        stream_tile(6, tokens);
-        load_tile(4, rows);
-        ADD_PRODUCTS(0, 4, 6);
-        load_tile(5, rows + stride);
-        ADD_PRODUCTS(1, 5, 6);
-        if (is_pair) {
-            stream_tile(7, tokens + stride);
-            ADD_PRODUCTS(2, 4, 7);
-            ADD_PRODUCTS(3, 5, 7);
-        }
-        if (pending->next < pending->count) finish(p, pending, way, digits);
+    for (int64_t s = 0; s < steps; s++) {
+        for (int r = 0; r < of_row; r++)
+            for (int t = 0; t < of_token - r; t++) {
+                const int8_t *row = rows + (s * of_row + r) * TILE_BYTES;
+                const int8_t *token = tokens + (s * of_token + t) * TILE_BYTES;
+                stream_tile(6, token);
+                if (t == 0) load_tile(4, row);
+                ADD_PRODUCTS(0, 4, 6);
+                if (t == 0) load_tile(5, row + of_row * stride);
+                ADD_PRODUCTS(1, 5, 6);
+                if (is_pair) {
+                    stream_tile(7, token + of_token * stride);
+                    ADD_PRODUCTS(2, 4, 7);
+                    ADD_PRODUCTS(3, 5, 7);
+                }
+            }
+        if (pending->next < pending->count) finish(panel->product, pending, way, digits);
     }
     store_tile(0, sums);
     store_tile(1, sums + TILE_BYTES);
@@ -116,8 +124,11 @@ static Pending pending_of(const Panel *panel, const Block *block, int64_t unit, 
     pending.count = pending.tokens > TILE_ROWS ? PARTS : PARTS / 2;
     pending.begins = column == 0;
     pending.ends = end == p->weight.K && step + count == steps_of(panel, panel->columns);
-    pending.scale = codes_hold_scales(panel) ? &one : block->scale + column / group_columns(p);
-    pending.scales = codes_hold_scales(panel) ? 0 : groups_of(p);
+    pending.scale = &one;
+    if (!codes_hold_scales(panel)) {
+        pending.scales = has_other_codes(p) ? 1 : groups_of(p);
+        pending.scale = block->scale + (has_other_codes(p) ? 0 : column / group_columns(p));
+    }
     pending.worth = panel->worth + first;
     pending.sums = sums;
     pending.kept = (Floats *)block->kept;
@@ -131,21 +142,24 @@ static inline __attribute__((always_inline)) void multiply_block(const Panel *pa
                                                                  int digits) {
     const Product *p = panel->product;
     int64_t steps = steps_of(panel, panel->columns), stride = steps * TILE_BYTES;
-    // Sums of bytes are scaled group by group, those of floats when they are complete.
-    int64_t count = way == DIGITS && groups_of(p) > 1 ? group_columns(p) / 64 : steps;
+    // Sums of bytes are scaled group by group, those of bfloat16 when they are complete.
+    int64_t most = way == DIGITS && groups_of(p) > 1 ? group_columns(p) / 64 : steps;
+    if (is_in_pieces(way)) most = least(steps, STEPS_AT_ONCE);
     int8_t *sums = block->sums, *others = block->sums + SUMS_BYTES;
     Pending pending = {.count = 0};
     for (int64_t unit = 0; unit * UNIT_TOKENS < panel->tokens; unit++) {
         int columns = digits * (panel->tokens - unit * UNIT_TOKENS > TILE_ROWS ? 2 : 1);
         fetch(panel, block->first, unit);
-        for (int64_t step = 0; step < steps; step += count) {
-            const int8_t *tokens = token_tiles(panel, 2 * unit) + step * TILE_BYTES;
-            const int8_t *rows = block->tiles + step * TILE_BYTES;
-            if (!is_in_tiles(way)) multiply_in_vectors(rows, tokens, stride, columns > 1, count, way, sums);
+        for (int64_t step = 0, count; step < steps; step += count) {
+            count = least(most, steps - step);
+            const int8_t *tokens = token_tiles(panel, 2 * unit) + step * panel->token_pieces * TILE_BYTES;
+            const int8_t *rows = block->tiles + step * panel->row_pieces * TILE_BYTES;
 #ifdef HAS_TILES
-            for (int i = 0; is_in_tiles(way) && i < columns; i += 2, tokens += 2 * stride)
-                multiply_tiles(p, rows, tokens, stride, columns - i > 1, count, sums + 2 * i * TILE_BYTES, &pending,
-                               way, digits);
+            for (int i = 0; i < columns; i += 2, tokens += 2 * stride)
+                multiply_tiles(panel, rows, tokens, stride, columns - i > 1, count, sums + 2 * i * TILE_BYTES,
+                               &pending, way, digits);
+#else
+            multiply_in_vectors(rows, tokens, stride, columns > 1, count, way, sums);
 #endif
             while (pending.next < pending.count) finish(p, &pending, way, digits);
             pending = pending_of(panel, block, unit, step, count, sums);
@@ -216,10 +230,10 @@ static void multiply_panel(const Panel *panel, int threads) {
     {
 #pragma omp for
         for (int64_t tile = 0; tile < (panel->tokens + TILE_ROWS - 1) / TILE_ROWS; tile++) write_tokens(panel, tile);
-        if (is_in_tiles(panel->way)) begin_tiles();
+        begin_tiles();
 #pragma omp for
         for (int64_t n = 0; n < panel->product->weight.N; n += BLOCK_ROWS) multiply_rows(panel, n);
-        if (is_in_tiles(panel->way)) end_tiles();
+        end_tiles();
     }
 }
 

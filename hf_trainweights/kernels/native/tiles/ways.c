@@ -42,15 +42,14 @@ static Way way_of_others(const Product *p) {
     const Weight *w = &p->weight;
     if (p->M <= ROWS_WITHOUT_PANELS && (w->code_units || w->dtype != BFLOAT16)) return NO_WAY;
 #ifdef __AVX512BF16__
-    if (w->dtype == BFLOAT16 && IS_GRANTED) return WIDENED;
+    if (w->dtype == BFLOAT16) return WIDENED;
 #endif
     return FLOATS;
 }
 
 static Way way_of(const Product *p) {
-    if (p->M <= FEW_ROWS) return NO_WAY;
+    if (p->M <= FEW_ROWS || !IS_GRANTED) return NO_WAY;
     if (has_other_codes(p)) return way_of_others(p);
-    if (!IS_GRANTED) return NO_WAY;
 #ifdef __AVX512BF16__
     if (are_widened(p) && fits(p, 32)) return WIDENED;
 #endif
