@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.markdown import table
+from benchmarks.speed.generate import PHASES
 
 Report = dict[str, Any]
 Row = dict[str, Any]
@@ -57,10 +58,10 @@ def summary(report: Report) -> str:
     return table(["method", "decode", "prefill", "on disk", "load: peak", "reload: CPU s"], rows)
 
 
-def model_speed(report: Report) -> str:
-    """Return decoding and prefill of the Llama, as ratios to the float model."""
+def model_speed(report: Report, phases: Sequence[str] = ("decode", "prefill")) -> str:
+    """Return phases of the Llama, as ratios to the float model."""
     threads = sorted({row["threads"] for row in report["llama"]})
-    columns = [(phase, count) for phase in ("decode", "prefill") for count in threads]
+    columns = [(phase, count) for phase in phases for count in threads]
     header = ["method", *(f"{phase}, {count} thread{'s' * (count > 1)}" for phase, count in columns)]
     return table(header, _ratios(report["llama"], ("phase", "threads"), columns))
 
@@ -160,6 +161,11 @@ def _shares(report: Report) -> list[Row]:
 def _by_shape(rows: list[Row]) -> str:
     shapes = list(dict.fromkeys((row["N"], row["K"]) for row in rows))
     return table(["method", *(f"{N}x{K}" for N, K in shapes)], _ratios(rows, ("N", "K"), shapes))
+
+
+def amx_model_speed(report: Report) -> str:
+    """Return all phases of the Llama on a CPU with AMX."""
+    return f"{model_speed(report, tuple(PHASES))}\n\n{_amx_caption(report, report['llama'])}"
 
 
 def amx_linear_speed(report: Report) -> str:
@@ -309,6 +315,7 @@ TABLES: dict[str, tuple[str, Callable[[Report], str]]] = {
 
 # The same of results of CPUs with AMX.
 AMX_TABLES: dict[str, tuple[str, Callable[[Report], str]]] = {
+    "speed-amx-model": ("llama", amx_model_speed),
     "speed-amx-linear": ("linear", amx_linear_speed),
     "speed-amx-encoders": ("encoders", amx_encoder_speed),
     "speed-amx-bandwidth": ("bandwidth", amx_read_speed),

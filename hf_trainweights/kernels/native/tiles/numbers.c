@@ -101,7 +101,7 @@ static inline __attribute__((always_inline)) void write_uint(const Panel *panel,
                                                              int8_t *memory, int8_t *to) {
     Floats scale = all_floats(factor), numbers[2];
     const int16_t *row = write_uint_row(panel->product, n, panel->column, panel->columns, memory);
-    for (int64_t k = 0; k < round_up(panel->columns, 64); k += 2 * LANES) {
+    for (int64_t k = 0, end = round_up(panel->columns, 64); k < end; k += 2 * LANES) {
         for (int i = 0; i < 2; i++) {
             __m256i words = _mm256_loadu_si256((const __m256i *)(row + k + i * LANES));
             numbers[i] = to_floats((Integers)_mm512_cvtepi16_epi32(words)) * scale;
