@@ -1,4 +1,4 @@
-"""Speed on a GPU, measured side by side: single products, and a Llama of .6B weights that decodes and reads a prompt.
+"""Speed on a GPU, measured side by side: single products, and a Llama of 4.5B weights that decodes and reads a prompt.
 
 Run `python -m benchmarks.cuda` on a machine with an NVIDIA GPU; it writes
 `benchmarks/results/cuda-<gpu>-<date>.json`, anew after each method. torchao and bitsandbytes are measured where they
@@ -43,13 +43,14 @@ from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.kernels import cuda, linear
 from hf_trainweights.models.host.models import cache_argument
 
+# Half of the layers of a Llama of 8B weights. Those of small models take less time than the launch of their kernels.
 LLAMA: dict[str, Any] = {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 8,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 16,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
-    "vocab_size": 32000,
+    "vocab_size": 128256,
     "tie_word_embeddings": False,
 }
 ROUNDS = 5
@@ -212,8 +213,9 @@ def model_speed(
         For each method one row per phase, with the bytes that the model takes.
     """
     with tempfile.TemporaryDirectory() as directory:
-        torch.manual_seed(0)
-        LlamaForCausalLM(LlamaConfig(**sizes.llama)).bfloat16().save_pretrained(directory)
+        with torch.device(device):  # where random numbers are made in no time
+            torch.manual_seed(0)
+            LlamaForCausalLM(LlamaConfig(**sizes.llama)).bfloat16().save_pretrained(directory)
         baseline, *others = methods
         floats = _phases(_load(directory, baseline, device), baseline.name, device, sizes, failures)
         for other in others:
