@@ -144,7 +144,7 @@ def decode_block(stored: np.ndarray, size: int, corrupt: Callable[[str, str], Co
     frame = memoryview(stored)  # pyright: ignore[reportArgumentType] (numpy 2 has no __buffer__ in 3.11)
     expected = f"a frame of {size} bytes"
     try:
-        if len(frame) <= size == zstandard.frame_content_size(frame):
+        if len(frame) < size == zstandard.frame_content_size(frame):
             return np.frombuffer(_coders.decompressor.decompress(frame, allow_extra_data=False), np.uint8)
     except zstandard.ZstdError as error:
         raise corrupt(expected, str(error)) from error
