@@ -31,7 +31,9 @@ def modules_kept_in_float(module: nn.Module, include_embeddings: bool) -> list[s
     tied, head = tied_names(module), output_head(module)
     embeddings = {name.removesuffix(".weight") for name in (*tied, *tied.values())}
     embeddings |= {name for name, submodule in module.named_modules() if submodule is head}
-    last = {name.removesuffix(".weight") for name in [name for name, _ in module.named_parameters()][-1:]}
+    # By all names: a tied parameter must be the last one before and after the load that ties it.
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    last = {name.removesuffix(".weight") for name in names[-1:]}
     kept = last - embeddings if include_embeddings else last | embeddings
     # These hold for every dtype: a module that must not be float16 must not be int8 either.
     for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
