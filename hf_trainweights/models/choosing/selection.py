@@ -19,6 +19,7 @@ from hf_trainweights.formats.base import Format
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.choosing.config_values import left_out, listed
 from hf_trainweights.models.choosing.summary import EMBEDDING, HEAD, Choice, Summary, check_not_empty, stored_shape
+from hf_trainweights.models.host.checkpoints import names_not_saved
 from hf_trainweights.models.host.models import modules_kept_in_float, output_head, tied_names
 from hf_trainweights.tensor.distributed.placements import local_tensor
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
@@ -43,6 +44,7 @@ class _Rules:
         self.selected = select(config.overrides, names)
         self.left_out = left_out(config.modules_to_not_convert or (), names)
         self.skipped = listed([*skip, *modules_kept_in_float(module, config.include_embeddings)], names)
+        self.not_saved = names_not_saved(module)
 
 
 def choose(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str] = ()) -> Summary:
@@ -131,6 +133,8 @@ def _wanted(name: str, parameter: Tensor, rules: _Rules) -> tuple[Format | None,
         return None, "not the weight of a linear, expert or embedding layer"
     if parameter.dtype not in FLOAT_DTYPES:
         return None, f"{parameter.dtype}"
+    if name in rules.not_saved:
+        return None, "made anew at each load"
     if overridden:
         return chosen, OVERRIDE
     if not rules.left_out.isdisjoint(known):

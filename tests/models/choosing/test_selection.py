@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, GptOssConfig, Llama4TextConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GptOssConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MarianConfig,
+    MarianMTModel,
+    MobileBertConfig,
+    MobileBertForMaskedLM,
+)
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
@@ -23,6 +35,7 @@ from hf_trainweights.models.choosing.config_values import listed
 from hf_trainweights.models.choosing.selection import choose, survey
 from hf_trainweights.models.choosing.summary import Choice
 
+SIDE = {"layers": 1, "attention_heads": 2, "ffn_dim": 64}
 EMBEDDING = "embedding (include_embeddings=True quantizes it)"
 NOT_A_WEIGHT = "not the weight of a linear, expert or embedding layer"
 INT4 = TrainWeightsConfig("int4", group_size=32)
@@ -363,6 +376,28 @@ def test_a_transformers_model_is_chosen_from_on_meta() -> None:
         "0.2 MB -> 0.0 MB; the output head in float is 27 % of what a token reads; "
         "overrides={'lm_head': 'int8'} makes it 4 times smaller"
     )
+
+
+def test_the_last_layer_is_the_same_before_and_after_a_load_ties_the_head() -> None:
+    sizes = {"hidden_size": 64, "embedding_size": 32, "intra_bottleneck_size": 32, "intermediate_size": 64}
+    config = MobileBertConfig(vocab_size=32, num_hidden_layers=1, num_attention_heads=2, **sizes)
+    model = MobileBertForMaskedLM(config)
+    tied = outcomes(model, TrainWeightsConfig("int8", include_embeddings=True))
+    model.cls.predictions.decoder.weight = nn.Parameter(torch.empty_like(model.cls.predictions.decoder.weight))
+    untied = outcomes(model, TrainWeightsConfig("int8", include_embeddings=True))
+    assert tied["cls.predictions.dense.weight"] == untied["cls.predictions.dense.weight"] == Int8()
+
+
+def test_a_table_that_the_model_makes_anew_at_each_load_is_not_quantized(tmp_path: Path) -> None:
+    sizes = {f"{part}_{key}": value for part in ("encoder", "decoder") for key, value in SIDE.items()}
+    model = MarianMTModel(MarianConfig(vocab_size=32, d_model=64, max_position_embeddings=8, pad_token_id=0, **sizes))
+    overrides: Any = {"embed_positions": "int8"}
+    config = TrainWeightsConfig("int8", include_embeddings=True, overrides=overrides)
+    assert outcomes(model, config)["model.encoder.embed_positions.weight"] == "made anew at each load"
+    quantize_(model, config)
+    model.save_pretrained(tmp_path)
+    expected = model.model.encoder.embed_positions.weight
+    assert torch.equal(MarianMTModel.from_pretrained(tmp_path).model.encoder.embed_positions.weight, expected)
 
 
 def test_gpt2_is_quantized_though_it_has_no_linear_but_its_head() -> None:
