@@ -69,7 +69,7 @@ PRIVATE_ATTRIBUTES = {
     *("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "_keys_to_ignore_on_save", "_hf_peft_config_loaded"),
     *("all_tied_weights_keys", "get_modules_to_not_convert", "_weight_conversions", "quantization_operation"),
     *("_original_source_patterns", "_original_target_patterns", "scope_prefix", "base_model_prefix"),
-    *("collected_tensors", "layer_targets"),
+    *("collected_tensors", "layer_targets", "get_expanded_tied_weights_keys"),
 }
 # The attribute that holds an entry's name. It is written to files, so it must be what the registry calls it.
 REGISTRIES = {"formats": ("FORMATS", "name"), "checkpoint.codecs": ("CODECS", "codec_id")}

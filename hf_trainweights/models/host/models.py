@@ -24,6 +24,11 @@ def tied_names(module: nn.Module) -> dict[str, str]:
     return private_attribute(module, "all_tied_weights_keys") if isinstance(module, PreTrainedModel) else {}
 
 
+def names_tied_now(model: PreTrainedModel) -> dict[str, str]:
+    """Return `tied_names`, and what `tie_weights` ties since a user has changed the model's configuration."""
+    return tied_names(model) | private_attribute(model, "get_expanded_tied_weights_keys")(all_submodels=True)
+
+
 def modules_kept_in_float(module: nn.Module, include_embeddings: bool) -> list[str]:
     """Return the modules that a model keeps in float: float32 ones, and head and tied embeddings unless included."""
     if not isinstance(module, PreTrainedModel):

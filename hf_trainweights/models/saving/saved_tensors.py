@@ -22,7 +22,7 @@ from hf_trainweights.files.spill import Spill
 from hf_trainweights.files.weight_files import bin_name, safetensors_files
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.host.checkpoints import checkpoint_tensors, load_offloaded
-from hf_trainweights.models.host.models import has_adapters, tied_names
+from hf_trainweights.models.host.models import has_adapters, names_tied_now
 from hf_trainweights.tensor.distributed.placements import local_tensor
 from hf_trainweights.tensor.guards import NOTICE_NAME, guarded_names, make_guard, name_for_transformers, name_in_file
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
@@ -69,7 +69,7 @@ def whole_state_dict(model: PreTrainedModel, given: Mapping[str, Any] | None = N
     for name, tensor in state_dict.items():
         if isinstance(tensor, Tensor) and tensor.is_meta:
             state_dict[name] = load_offloaded(model, name)
-    for name, source in tied_names(model).items():
+    for name, source in names_tied_now(model).items():
         tensor, other = state_dict.get(name), state_dict.get(source)
         if isinstance(tensor, Tensor) and isinstance(other, Tensor) and memory_key(tensor) == memory_key(other):
             del state_dict[name]

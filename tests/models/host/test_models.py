@@ -25,6 +25,7 @@ from hf_trainweights.models.host.models import (
     has_adapters,
     is_stateful,
     modules_kept_in_float,
+    names_tied_now,
     tasks_of,
     tied_names,
     was_loaded,
@@ -106,6 +107,7 @@ def test_another_module_keeps_nothing_in_float() -> None:
     ("ask", "attribute"),
     [
         (tied_names, "all_tied_weights_keys"),
+        (names_tied_now, "get_expanded_tied_weights_keys"),
         (modules_kept_in_float, "_keep_in_fp32_modules"),
         (modules_kept_in_float, "_keep_in_fp32_modules_strict"),
         (is_stateful, "_is_stateful"),

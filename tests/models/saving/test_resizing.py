@@ -175,6 +175,14 @@ def test_tying_and_initializing_again_change_no_quantized_weight(name: str, call
     assert_saved_and_reloaded(name, model, tmp_path / "again")
 
 
+@pytest.mark.parametrize("config", [EMBEDDINGS, TrainWeightsConfig("int8")])
+def test_a_head_that_is_tied_later_is_saved_once(config: TrainWeightsConfig, tmp_path: Path) -> None:
+    model = quantized("llama", config, tmp_path, "before it was saved")
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    assert_saved_and_reloaded("llama", model, tmp_path / "tied")
+
+
 @pytest.mark.parametrize("how", ["in place", "before it was saved"])
 def test_a_table_with_a_row_of_padding_is_not_drawn_anew(how: str, tmp_path: Path) -> None:
     model = quantized("bert", EMBEDDINGS, tmp_path, how)
