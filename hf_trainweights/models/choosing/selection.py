@@ -20,7 +20,7 @@ from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.choosing.config_values import left_out, listed
 from hf_trainweights.models.choosing.summary import EMBEDDING, HEAD, Choice, Summary, check_not_empty, stored_shape
 from hf_trainweights.models.host.checkpoints import names_not_saved
-from hf_trainweights.models.host.models import modules_kept_in_float, output_head, tied_names
+from hf_trainweights.models.host.models import models_within, modules_kept_in_float, output_head, tied_names
 from hf_trainweights.tensor.distributed.placements import local_tensor
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
@@ -36,15 +36,19 @@ class _Rules:
     """What a configuration says about the names of a module."""
 
     def __init__(self, module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str]):
-        self.config, self.head = config, output_head(module)
+        self.config, self.heads = config, [output_head(model) for _, model in models_within(module)]
         # Each module by each of its names, and for each name of a parameter all its names.
         self.owners, self.aliases = dict(module.named_modules(remove_duplicate=False)), _aliases(module)
         names = list(dict.fromkeys(each for name in self.aliases for each in (*_names(name), *name_and_modules(name))))
         # The names that overrides select, that `modules_to_not_convert` selects, and that the model keeps in float.
         self.selected = select(config.overrides, names)
         self.left_out = left_out(config.modules_to_not_convert or (), names)
-        self.skipped = listed([*skip, *modules_kept_in_float(module, config.include_embeddings)], names)
-        self.not_saved = names_not_saved(module)
+        self.skipped, self.not_saved = listed(skip, names), set[str]()
+        for prefix, model in models_within(module):
+            own = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+            kept = listed(modules_kept_in_float(model, config.include_embeddings), own)
+            self.skipped |= {prefix + name for name in kept}
+            self.not_saved |= {prefix + name for name in names_not_saved(model)}
 
 
 def choose(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str] = ()) -> Summary:
@@ -141,7 +145,7 @@ def _wanted(name: str, parameter: Tensor, rules: _Rules) -> tuple[Format | None,
         return None, "in modules_to_not_convert"
     places = [rules.owners[alias.rpartition(".")[0]] for alias in rules.aliases[name]]
     if not rules.config.include_embeddings:
-        if any(place is rules.head for place in places):
+        if any(place in rules.heads for place in places):
             return None, HEAD
         if any(isinstance(place, nn.Embedding) for place in places):
             return None, EMBEDDING

@@ -179,7 +179,7 @@ def converted_names(module: nn.Module) -> set[str]:
     return {name for name, tensor in checkpoint_tensors(module, state).items() if state.get(name) is not tensor}
 
 
-def names_not_saved(model: nn.Module) -> set[str]:
+def names_not_saved(model: PreTrainedModel) -> set[str]:
     """Return the names in a model's state dict that Transformers leaves out of its files; none if it does not say."""
     return set(getattr(model, "_keys_to_ignore_on_save", None) or ())
 

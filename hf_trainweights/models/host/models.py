@@ -24,6 +24,15 @@ def tied_names(module: nn.Module) -> dict[str, str]:
     return private_attribute(module, "all_tied_weights_keys") if isinstance(module, PreTrainedModel) else {}
 
 
+def models_within(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, PreTrainedModel]]:
+    """Yield the outermost models of Transformers in a module, each after what stands before its names there."""
+    if isinstance(module, PreTrainedModel):
+        yield prefix, module
+        return
+    for name, child in module.named_children():
+        yield from models_within(child, f"{prefix}{name}.")
+
+
 def names_tied_now(model: PreTrainedModel) -> dict[str, str]:
     """Return `tied_names`, and what `tie_weights` ties since a user has changed the model's configuration."""
     return tied_names(model) | private_attribute(model, "get_expanded_tied_weights_keys")(all_submodels=True)
