@@ -19,6 +19,7 @@ from hf_trainweights.formats.base import Format
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.choosing.config_values import left_out, listed
 from hf_trainweights.models.choosing.summary import EMBEDDING, HEAD, Choice, Summary, check_not_empty, stored_shape
+from hf_trainweights.models.host.adapters import adapter_prefixes
 from hf_trainweights.models.host.checkpoints import names_not_saved
 from hf_trainweights.models.host.models import models_within, modules_kept_in_float, output_head, tied_names
 from hf_trainweights.tensor.distributed.placements import local_tensor
@@ -43,6 +44,7 @@ class _Rules:
         # The names that overrides select, that `modules_to_not_convert` selects, and that the model keeps in float.
         self.selected = select(config.overrides, names)
         self.left_out = left_out(config.modules_to_not_convert or (), names)
+        self.adapters = adapter_prefixes(module)
         self.skipped, self.not_saved = listed(skip, names), set[str]()
         for prefix, model in models_within(module):
             own = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
@@ -137,6 +139,8 @@ def _wanted(name: str, parameter: Tensor, rules: _Rules) -> tuple[Format | None,
         return None, "not the weight of a linear, expert or embedding layer"
     if parameter.dtype not in FLOAT_DTYPES:
         return None, f"{parameter.dtype}"
+    if name.startswith(rules.adapters):
+        return None, "an adapter's, which trains"
     if name in rules.not_saved:
         return None, "made anew at each load"
     if overridden:

@@ -156,6 +156,16 @@ def _refuse_loftq(method: _Method, options: dict[str, Any]) -> None:
         )
 
 
+def adapter_prefixes(module: nn.Module) -> tuple[str, ...]:
+    """Return what the names of those parameters of a module begin with that PEFT has put there to be trained."""
+    found: list[str] = []
+    for name, each in module.named_modules():
+        prompts = ("prompt_encoder",) if hasattr(each, "peft_config") else ()
+        layers: tuple[str, ...] = (*getattr(each, "adapter_layer_names", ()), *prompts)
+        found += [f"{name}.{layer}.".removeprefix(".") for layer in layers]
+    return tuple(found)
+
+
 def quantized_names(module: nn.Module) -> list[str]:
     """Return the names of a module's own weights that are quantized and have values."""
     own = module.named_parameters(recurse=False)

@@ -21,6 +21,7 @@ from peft import (
     LoraConfig,
     PeftConfig,
     PeftModel,
+    PromptEncoderConfig,
     get_base_model_state_dict,
     get_peft_model,
     initialize_lora_eva_weights,
@@ -101,6 +102,24 @@ def assert_same(actual: dict[str, QuantizedTensor], expected: dict[str, Quantize
 
 def inputs_of(model: nn.Module, name: str = "llama") -> Tensor:
     return outputs(model, ARCHITECTURES[name].make_inputs())[0]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        LoraConfig(target_modules=["q_proj"], modules_to_save=["down_proj"]),
+        PromptEncoderConfig(num_virtual_tokens=2, encoder_hidden_size=64, task_type="CAUSAL_LM"),
+    ],
+)
+def test_adapters_that_were_there_before_stay_in_float_and_train(adapter: PeftConfig) -> None:
+    model = get_peft_model(ARCHITECTURES["llama"].build(), adapter)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    quantize_(model, TrainWeightsConfig("int8", include_embeddings=True, overrides={"re:.*": "int8"}))
+    assert isinstance(model.get_base_model().model.layers[0].self_attn.k_proj.weight, QuantizedTensor)
+    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == trained
+    tokens = torch.arange(12).view(2, 6)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    assert all(model.get_parameter(name).grad is not None for name in trained)
 
 
 # ---- merging
