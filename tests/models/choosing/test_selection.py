@@ -82,6 +82,10 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], dict[str, Format | str]]] = {
         {"0.weight": Int4(32), "0.bias": NOT_A_WEIGHT},
     ),
     "embedding": (lambda: nn.Sequential(nn.Embedding(8, 64)), {"0.weight": EMBEDDING}),
+    "embedding that is written to": (
+        lambda: nn.Sequential(nn.Embedding(8, 64, max_norm=1)),
+        {"0.weight": NOT_A_WEIGHT},
+    ),
     "experts": (
         lambda: nn.ModuleDict({"experts": Experts()}),
         {
