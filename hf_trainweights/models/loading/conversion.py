@@ -322,5 +322,6 @@ def wrong_shape(name: str, shape: tuple[int, ...], found: str) -> CorruptFileErr
         name,
         f"shape {shape}, as config.json has it",
         found,
-        "Weights and config.json belong to different models; download or save both again.",
+        "Weights and config.json belong to different models; download or save both again. A layer that starts anew, by "
+        "ignore_mismatched_sizes, must be float: name it in modules_to_not_convert where the float model is quantized.",
     )
