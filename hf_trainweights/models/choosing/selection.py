@@ -167,9 +167,8 @@ def _names(name: str) -> tuple[str, str]:
 def is_weight(owner: nn.Module, leaf: str, parameter: Tensor) -> bool:
     """Return whether a parameter is one that can be quantized."""
     if isinstance(owner, nn.Linear | nn.Embedding | Conv1D):
-        if getattr(owner, "max_norm", None) is not None:
-            return False  # each look-up writes to such a table
-        return leaf == "weight" and parameter.dim() == 2
+        # Each look-up in a table with such a norm writes to it.
+        return leaf == "weight" and parameter.dim() == 2 and getattr(owner, "max_norm", None) is None
     return is_experts(owner, parameter)
 
 
