@@ -105,7 +105,18 @@ def _require_directory(root: str | Path) -> None:
 
 
 def check_checkpoint(path: Path) -> FoundCheckpoint:
-    """Check a directory called `checkpoint-<step>`: against its manifest, or for completeness where it has none."""
+    """Check a directory called `checkpoint-<step>`: against its manifest, or for completeness where it has none.
+
+    A run that was interrupted may still make it small, so one that seems broken is checked again once that is done.
+    """
+    found = _check(path)
+    if found.problem is not None:
+        with contextlib.suppress(OSError), lock_directory(path, wait=True):
+            return _check(path)
+    return found
+
+
+def _check(path: Path) -> FoundCheckpoint:
     step = checkpoint_step(path)
     try:
         if not (path / MANIFEST_NAME).exists():

@@ -8,8 +8,9 @@ import pytest
 from checkpoint.runs import cut, save
 
 from hf_trainweights.checkpoint import directory
-from hf_trainweights.checkpoint.directory import collect_garbage, find_checkpoints, latest
-from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, verify_checkpoint
+from hf_trainweights.checkpoint.directory import collect_garbage, compress_directory, find_checkpoints, latest
+from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, verify_checkpoint, weights_problem
+from hf_trainweights.checkpoint.whole import rewriting
 
 
 def test_a_missing_or_empty_root_has_no_checkpoint(tmp_path):
@@ -121,3 +122,14 @@ def test_a_checkpoint_that_goes_while_a_run_is_listed_does_not_count(tmp_path, m
 
     monkeypatch.setattr(Path, "lstat", late)
     assert [path.name for path in checkpoint_directories(tmp_path)] == ["checkpoint-3", "checkpoint-1"]
+
+
+def test_a_checkpoint_that_is_made_small_while_it_is_checked_is_found(tmp_path, monkeypatch):
+    path = save(tmp_path, 1, manifest=False)
+
+    def late(file):
+        compress_directory(path)  # as the thread of a run that was interrupted does
+        return weights_problem(file)
+
+    monkeypatch.setattr(rewriting, "weights_problem", late)
+    assert latest(tmp_path) == str(path)
