@@ -89,13 +89,13 @@ def find_checkpoints(root: str | Path) -> Iterator[FoundCheckpoint]:
         root: Where a run keeps its checkpoints.
 
     Yields:
-        One entry per `checkpoint-<step>` directory.
+        One entry per `checkpoint-<step>` directory; a link to one has a problem, because it is never followed.
 
     Raises:
         OSError: `root` is no directory, or cannot be read.
     """
     _require_directory(root)
-    for path in checkpoint_directories(root):
+    for path in checkpoint_directories(root, links=True):
         yield check_checkpoint(path)
 
 
@@ -109,6 +109,9 @@ def check_checkpoint(path: Path) -> FoundCheckpoint:
 
     A run that was interrupted may still make it small, so one that seems broken is checked again once that is done.
     """
+    if path.is_symlink():
+        problem = "it is a link, not a directory: move what it leads to here"
+        return FoundCheckpoint(path, checkpoint_step(path), None, problem)
     found = _check(path)
     if found.problem is not None:
         with contextlib.suppress(OSError), lock_directory(path, wait=True):

@@ -163,7 +163,8 @@ def require_vacant(path: Path) -> None:
     if not os.path.lexists(path):
         return
     if path.is_symlink() or not path.is_dir() or any(path.iterdir()):
-        found = "a directory that is not empty" if path.is_dir() else "a file or a link"
+        is_directory = path.is_dir() and not path.is_symlink()
+        found = "a directory that is not empty" if is_directory else "a file or a link"
         raise SaveError(str(path), "a missing or empty directory", found, "Choose another path or remove it first.")
 
 

@@ -273,7 +273,7 @@ class CheckpointManager:
             model = checkpoint["model"]
             model |= {name: each for name, each in boundary.buffers.items() if name in model}
         path = self._root / f"checkpoint-{step}"
-        if path.exists():  # `latest` passed it over: it is broken
+        if path.is_dir() and not path.is_symlink():  # `latest` passed it over: it is broken
             remove_checkpoint(path)
         save_training_state(
             checkpoint,

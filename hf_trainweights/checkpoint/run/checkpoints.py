@@ -80,10 +80,10 @@ _PREFERRED_BY_LOADERS = frozenset(name for name in ENTRY_POINTS if ".safetensors
 BASE_PROBLEM = "its base"
 
 
-def checkpoint_directories(root: str | Path) -> list[Path]:
+def checkpoint_directories(root: str | Path, *, links: bool = False) -> list[Path]:
     """List the `checkpoint-<step>` directories in `root`, newest first: by step, then by modification time.
 
-    Links are left out; without `root` there are none.
+    Links are left out unless they are asked for; without `root` there are none.
     """
     root = Path(root)
     if not root.is_dir():
@@ -92,7 +92,8 @@ def checkpoint_directories(root: str | Path) -> list[Path]:
     for path in root.iterdir():
         with contextlib.suppress(FileNotFoundError):  # another process removes it
             status = path.lstat()
-            if _CHECKPOINT_NAME.fullmatch(path.name) and stat.S_ISDIR(status.st_mode):
+            is_listed = stat.S_ISDIR(status.st_mode) or (links and stat.S_ISLNK(status.st_mode))
+            if is_listed and _CHECKPOINT_NAME.fullmatch(path.name):
                 found.append((checkpoint_step(path), status.st_mtime_ns, path))
     return [path for *_, path in sorted(found, reverse=True)]
 

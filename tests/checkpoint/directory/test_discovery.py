@@ -46,8 +46,11 @@ def test_only_directories_of_the_right_name_count(tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / "checkpoint-5").write_bytes(b"")
     (tmp_path / "checkpoint-6").symlink_to(good)
+    (tmp_path / "checkpoint-7").symlink_to(tmp_path / "a disk that is not mounted")
     assert checkpoint_directories(tmp_path) == [good]
-    assert latest(tmp_path) == str(good)
+    with pytest.warns(UserWarning, match="it is a link, not a directory") as record:
+        assert latest(tmp_path) == str(good)
+    assert ["checkpoint-7" in str(each.message) for each in record] == [True, False]
 
 
 def test_a_damaged_newest_is_passed_over_with_the_reason(tmp_path):

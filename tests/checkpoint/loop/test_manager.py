@@ -229,6 +229,20 @@ def test_the_newest_checkpoint_is_kept_beside_a_broken_newer_one(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_a_link_in_the_place_of_a_checkpoint_is_said_and_never_renamed(tmp_path):
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    Run()(run, every_steps=2, stop=4)
+    (run / "checkpoint-4").rename(elsewhere)
+    (run / "checkpoint-4").symlink_to(elsewhere)
+    with (
+        pytest.warns(UserWarning, match="checkpoint-4 is passed over: it is a link"),
+        pytest.raises(SaveError, match="expected a missing or empty directory, found a file or a link"),
+    ):
+        Run()(run, every_steps=2)
+    assert (run / "checkpoint-4").readlink() == elsewhere
+    assert load_checkpoint(elsewhere)["step"] == 4
+
+
 def test_a_resume_reads_each_file_once_to_verify_it_and_copies_no_state(tmp_path, monkeypatch):
     Run()(tmp_path, stop=2)
     read = []
