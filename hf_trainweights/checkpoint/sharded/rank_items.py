@@ -83,7 +83,9 @@ class RankItems:
             torch.load(io.BytesIO(data), weights_only=True)
         except Exception as error:
             next_step = "Store numbers, strings, lists, dicts and tensors: nothing else is loaded without trust."
-            raise UnstorableError(item.index.fqn, "plain data", str(error)[:200], next_step) from error
+            called = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
+            found = f"a call of {' and '.join(called)}" if called else str(error)[:200]
+            raise UnstorableError(item.index.fqn, "plain data", found, next_step) from error
         return data
 
     def with_firsts(self, items: Iterable[WriteItem]) -> Iterator[tuple[WriteItem, WriteItem, Tensor]]:
