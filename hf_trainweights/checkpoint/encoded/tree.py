@@ -263,6 +263,8 @@ def require_storable(tensor: Tensor, path: KeyPath) -> None:
     problem = None
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         problem = f"a {type(tensor).__module__}.{type(tensor).__qualname__}"
+    elif tensor.is_nested:
+        problem = "a nested tensor"
     elif tensor.layout != torch.strided or tensor.is_meta:
         problem = f"layout {tensor.layout} on {tensor.device}"
     elif str(tensor.dtype).removeprefix("torch.") not in DTYPES:

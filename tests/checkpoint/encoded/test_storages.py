@@ -171,6 +171,12 @@ def test_tensor_that_is_not_plain_is_named(tensor, problem):
         found(tensor)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_named():
+    with pytest.raises(UnstorableError, match=r"^0: expected a plain dense tensor, found a nested tensor"):
+        found(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+
+
 def test_two_dtypes_of_the_same_memory_are_refused_as_torch_does():
     base = torch.zeros(4)
     with pytest.raises(UnstorableError, match=r"^1: expected one dtype for shared memory, found torch.int32, .* at 0"):
