@@ -242,7 +242,7 @@ def _is_adams(state: Mapping[str, Any]) -> bool:
     first, second = state.get("exp_avg"), state.get("exp_avg_sq")
     if not isinstance(first, Tensor) or not isinstance(second, Tensor):
         return False
-    return first.shape == second.shape and is_number(state.get("step"))
+    return first.shape == second.shape and not first.is_complex() and is_number(state.get("step"))
 
 
 def _adam_drift_rms(state: Mapping[str, Any], lr: float, betas: tuple[float, float], most_steps: int) -> float:

@@ -434,6 +434,10 @@ def test_second_moments_are_found_by_name_and_only_those_of_adam():
         {},
         {"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]},
         {"state": {0: {"momentum_buffer": torch.ones(2)}}, "param_groups": [{"lr": 0.1, "params": [0]}]},
+        {
+            "state": {0: {"exp_avg": torch.ones(2) * 1j, "exp_avg_sq": torch.ones(2) * 1j, "step": 1}},
+            "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0]}],
+        },
     ],
 )
 def test_without_adams_moments_there_is_no_drift_to_expect(optimizer):
