@@ -141,14 +141,14 @@ class CheckpointManager:
         """Remember values for the manifest of the next checkpoint; the last value of a name counts.
 
         Args:
-            **metrics: Numbers or tensors of one element. A tensor is read when the checkpoint is written, so logging
+            **metrics: Real numbers or tensors of one. A tensor is read when the checkpoint is written, so logging
                 does not wait for an accelerator.
 
         Raises:
             ConfigError: A value is neither.
         """
         for name, value in metrics.items():
-            if isinstance(value, torch.Tensor) and value.numel() == 1:
+            if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
                 self._metrics[name] = value.detach().clone()
             elif isinstance(value, Real):
                 self._metrics[name] = value

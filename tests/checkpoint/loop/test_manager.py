@@ -365,7 +365,7 @@ def test_metrics_are_those_of_the_last_step(tmp_path):
 def test_a_metric_may_be_any_number_and_nothing_else(tmp_path):
     with CheckpointManager(tmp_path) as manager:
         manager.log(a=1, b=np.float32(0.5), c=math.nan, d=torch.tensor([[2.0]]), e=True)
-        for name, value in {"text": "x", "many": torch.ones(2), "none": None}.items():
+        for name, value in {"text": "x", "many": torch.ones(2), "none": None, "complex": torch.tensor(1j)}.items():
             with pytest.raises(ConfigError, match=name):
                 manager.log(**{name: value})
         list(manager.steps(range(1), nn.Linear(1, 1)))
