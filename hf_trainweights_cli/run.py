@@ -30,9 +30,11 @@ def run(
     """
     commands = entry_points(group="console_scripts", name=program)
     file = Path(program)
-    if not commands and not file.is_file() and not _is_module(program):
-        found = "no such command, file or module in this environment"
-        raise typer.BadParameter(f"expected a Python program, found {found}: {program}", param_hint="PROGRAM")
+    if not commands and not file.is_file():
+        sys.path.insert(0, "")  # the working directory, where `python -m` finds modules too
+        if not _is_module(program):
+            found = "no such command, file or module in this environment"
+            raise typer.BadParameter(f"expected a Python program, found {found}: {program}", param_hint="PROGRAM")
 
     import hf_trainweights  # noqa: F401  (registers the quantizer)
 

@@ -50,9 +50,19 @@ def test_a_script_loads_a_quantized_model_with_its_own_arguments_and_ends_as_it_
 
 def test_a_module_is_run_with_its_own_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
     result = run("run", "json.tool", "--help")
     assert result.exit_code == 0
     assert "--sort-keys" in result.stdout
+
+
+def test_a_module_of_the_working_directory_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "program_of_mine").mkdir()
+    (tmp_path / "program_of_mine" / "__main__.py").write_text("import sys; sys.exit(7)", encoding="utf-8")
+    assert run("run", "program_of_mine").exit_code == 7
 
 
 @pytest.mark.slow
@@ -63,7 +73,8 @@ def test_the_command_of_a_package_is_run(monkeypatch: pytest.MonkeyPatch) -> Non
     assert result.stdout.strip().startswith("5.")
 
 
-def test_a_name_that_is_no_program_is_wrong_usage() -> None:
+def test_a_name_that_is_no_program_is_wrong_usage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
     result = run("run", "no_such_program", "--option", width=200)
     assert result.exit_code == 2
     assert "no such command, file or module in this environment: no_such_program" in unwrapped(result.stderr)
