@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import tomllib
 from enum import StrEnum
 from pathlib import Path
@@ -152,10 +153,11 @@ def quantize(
         size_bytes = sum(file.stat().st_size for file in out.glob("*.safetensors"))
         say(f"written to {out}, {show_size(size_bytes)} of weight files")
         if calibration is None:
-            say(f"next: trainweights diff {model} {out}  shows what each weight lost")
+            say(f"next: {shlex.join(['trainweights', 'diff', model, str(out)])}  shows what each weight lost")
         else:
             # Calibrated codes make single weights worse and the model better.
-            say(f"next: trainweights report {out} {model} --texts FILE  shows what the model lost")
+            command = shlex.join(["trainweights", "report", str(out), model])
+            say(f"next: {command} --texts FILE  shows what the model lost")
 
 
 def dequantize(

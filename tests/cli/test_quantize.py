@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,13 @@ def test_quantize_prints_sizes_where_it_wrote_and_what_to_do_next(llama: Path, t
         f"written to {tmp_path / 'out'}, {size_bytes / 1000:.1f} kB of weight files",
         f"next: trainweights diff {llama} {tmp_path / 'out'}  shows what each weight lost",
     ]
+
+
+@pytest.mark.slow
+def test_the_next_command_takes_names_with_spaces(llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "two words"
+    shown = run("quantize", llama, out, width=400).stdout.splitlines()[-1]
+    assert shlex.split(shown)[:5] == ["next:", "trainweights", "diff", str(llama), str(out)]
 
 
 @pytest.mark.slow
