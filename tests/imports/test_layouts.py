@@ -126,3 +126,11 @@ def test_a_last_group_of_fewer_columns_is_refused(config: dict[str, object], ten
     layout = layout_of(config, {"m.weight": json.dumps(TORCHAO)})
     with pytest.raises(UnsupportedError, match=r"^m\.weight: expected groups that divide 200 columns, found .* 128\."):
         layout.read("m", tensors)
+
+
+def test_the_version_of_gptq_may_be_called_format() -> None:
+    weight = torch.randn(160, 64, generator=torch.Generator().manual_seed(0))
+    tensors, expected = gptq(version="gptq_v2").write(weight)
+    read = layout_of({**gptq(version=None).config, "format": "gptq_v2"}, METADATA).read("m", tensors)
+    assert read is not None
+    torch.testing.assert_close(read.dequantize(torch.float32), expected.float(), rtol=1e-3, atol=0)

@@ -56,7 +56,8 @@ class Gptq(Layout):
 
     def __init__(self, config: Mapping[str, Any], metadata: Mapping[str, str]):
         super().__init__(config, metadata)
-        self._bits, version = integer(config, "bits"), config.get("checkpoint_format", "gptq")
+        self._bits = integer(config, "bits")
+        version = config.get("checkpoint_format", config.get("format", "gptq"))
         if self._bits not in (4, 8):
             raise no_place(f"{WHERE}: bits", "4 or 8", f"{self._bits}")
         if not isinstance(version, str) or version not in _MISSING:
