@@ -210,6 +210,14 @@ REFUSED: dict[str, tuple[Layout, str]] = {
         Layout({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, gptq().write),
         "nf4, whose codes are not evenly spaced",
     ),
+    "gptq-of-two-sizes": (
+        Layout({**gptq().config, "dynamic": {r".*\.down_proj": {"bits": 8}}}, gptq().write),
+        r"dynamic: expected weights of one size of codes and groups, found .*down_proj.*'bits': 8",
+    ),
+    "awq-of-two-sizes": (
+        Layout({**awq().config, "dynamic": {r"+:.*\.down_proj": {"group_size": 16}}}, awq().write),
+        r"dynamic: expected weights of one size of codes and groups, found .*down_proj.*'group_size': 16",
+    ),
     "gemv": (Layout({**awq().config, "version": "gemv"}, awq().write), "version: expected gemm, found 'gemv'"),
     "rotated": (
         Layout({**compressed_tensors("int", 8, "channel").config, "transform_config": {"a": {}}}, gptq().write),

@@ -134,3 +134,8 @@ def test_the_version_of_gptq_may_be_called_format() -> None:
     read = layout_of({**gptq(version=None).config, "format": "gptq_v2"}, METADATA).read("m", tensors)
     assert read is not None
     torch.testing.assert_close(read.dequantize(torch.float32), expected.float(), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("dynamic", [None, {r"-:.*o_proj": {}}, {r".*o_proj": {"bits": 4, "damp_percent": 0.1}}])
+def test_rules_that_change_neither_bits_nor_groups_are_read(dynamic: object) -> None:
+    layout_of({**gptq().config, "dynamic": dynamic}, METADATA)

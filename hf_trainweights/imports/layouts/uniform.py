@@ -56,6 +56,7 @@ class Gptq(Layout):
 
     def __init__(self, config: Mapping[str, Any], metadata: Mapping[str, str]):
         super().__init__(config, metadata)
+        _check_alike(config)
         self._bits = integer(config, "bits")
         version = config.get("checkpoint_format", config.get("format", "gptq"))
         if self._bits not in (4, 8):
@@ -92,6 +93,7 @@ class Awq(Layout):
 
     def __init__(self, config: Mapping[str, Any], metadata: Mapping[str, str]):
         super().__init__(config, metadata)
+        _check_alike(config)
         bits = integer(config, "bits")
         if bits != 4:
             raise no_place(f"{WHERE}: bits", "4", f"{bits}")
@@ -109,6 +111,18 @@ class Awq(Layout):
         check_tensor(module, tensors, "qzeros", (torch.int32,), (G, words))
         codes, zero = (_columns(tensors[leaf]).t() for leaf in ("qweight", "qzeros"))
         return asymmetric_weight(f"{module}.weight", codes, tensors["scales"].t(), zero, bits=4)
+
+
+def _check_alike(config: Mapping[str, Any]) -> None:
+    """Check that no rule of GPTQModel's `dynamic` gives some weights other codes or groups; else UnsupportedError.
+
+    A rule that begins with `-:` leaves weights in float.
+    """
+    rules = config.get("dynamic")
+    for selector, changed in rules.items() if isinstance(rules, Mapping) else ():
+        sizes = [key for key in ("bits", "group_size") if isinstance(changed, Mapping) and key in changed]
+        if any(changed[key] != config.get(key) for key in sizes) and not selector.startswith("-:"):
+            raise no_place(f"{WHERE}: dynamic", "weights of one size of codes and groups", f"{selector!r}: {changed}")
 
 
 def _columns(words: Tensor) -> Tensor:
