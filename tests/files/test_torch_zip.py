@@ -41,6 +41,8 @@ def test_python_reads_what_is_written_in_pieces_with_and_without_their_checksums
         assert {(info.create_system, info.create_version, info.extract_version) for info in found.infolist()} == {
             (3, 45, 45)
         }
+        # No time of day: what is equal is written as equal files.
+        assert {info.date_time for info in found.infolist()} == {(1980, 1, 1, 0, 0, 0)}
         assert {name: found.read(name) for name in found.namelist()} == {
             "archive/data/0": data,
             "archive/version": b"3\n",
