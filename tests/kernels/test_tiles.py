@@ -277,24 +277,32 @@ def test_tiles_serve_where_they_are_granted_and_right(folder: Path, monkeypatch:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("right", "wrong", "says"),
+    ("file", "right", "wrong", "says"),
     [
-        ("ask_for_tiles(void) { return 0; }", "ask_for_tiles(void) { return 28; }", ""),
-        ("sums[m][n] += emulated", "sums[m][n] -= emulated", "Products by AMX differ"),
-        ("right[k][i][n], parts", "right[15 - k][i][n], parts", "Products by AMX differ"),
+        ("emulated.h", "ask_for_tiles(void) { return 0; }", "ask_for_tiles(void) { return 28; }", ""),
+        ("emulated.h", "sums[m][n] += emulated", "sums[m][n] -= emulated", "Products by AMX differ"),
+        ("emulated.h", "right[k][i][n], parts", "right[15 - k][i][n], parts", "Products by AMX differ"),
+        ("numbers.c", "FLOAT32, 3);", "FLOAT32, 1);", "Products by AMX differ"),
     ],
-    ids=["refused", "wrong with bytes", "wrong with bfloat16"],
+    ids=["refused", "wrong with bytes", "wrong with bfloat16", "wrong with pieces"],
 )
 def test_elsewhere_the_library_for_avx512_serves(
-    right: str, wrong: str, says: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    file: str,
+    right: str,
+    wrong: str,
+    says: str,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: Any,
 ) -> None:
     sources = shutil.copytree(compiled._NATIVE, tmp_path / "native", ignore=shutil.ignore_patterns("*.so"))
-    tiles = sources / "tiles" / "emulated.h"
+    tiles = sources / "tiles" / file
     assert right in tiles.read_text()
     tiles.write_text(tiles.read_text().replace(right, wrong))
     for built in folder.glob("*.o"):
         shutil.copy(built, tmp_path)
-    compile_sources([sources / "tiles" / name for name in ("prepare.c", "products.c")], tmp_path)
+    compile_sources([sources / "tiles" / name for name in ("prepare.c", "products.c", "numbers.c")], tmp_path)
     emulated.link(tmp_path, "amx.so").with_name("avx512.so").touch()
     use(monkeypatch, tmp_path)
     with caplog.at_level(logging.WARNING):

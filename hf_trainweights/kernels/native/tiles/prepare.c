@@ -36,13 +36,14 @@ static int are_close(const Example *example, int dtype) {
 
 static int equals_others(Example *example, Weight weight, Way way) {
     Product p = {.weight = weight, .M = TOKENS, .x = example->x, .qdata = example->codes};
-    int64_t bytes = bytes_of_way(&p, way, 1), others = many_rows_bytes(&p, 1);
+    int64_t bytes = bytes_of_way(&p, way, 1), others = weight.bits ? many_rows_bytes(&p, 1) : float8_bytes(&p);
     if (bytes > (int64_t)sizeof example->memory || others > (int64_t)sizeof example->memory) return 0;
     p.scale = example->scale;
     p.out = example->by_tiles;
     multiply_by_way(&p, way, 1, example->memory);
     p.out = example->without;
-    multiply_many_rows(&p, 1, example->memory);
+    if (weight.bits) multiply_many_rows(&p, 1, example->memory);
+    else multiply_float8(&p, 1, example->memory);
     return are_close(example, weight.dtype);
 }
 
@@ -58,7 +59,9 @@ int32_t prepare(void) {
     fill(example->scale, sizeof example->scale, 1);
     Weight bytes = {.N = ROWS, .K = COLUMNS, .dtype = FLOAT32, .digits = 3, .bits = 8};
     Weight nibbles = {.N = ROWS, .K = COLUMNS, .group_size = 64, .dtype = BFLOAT16, .digits = 2, .bits = 4};
-    int equal = equals_others(example, bytes, DIGITS) && equals_others(example, nibbles, WIDENED);
+    Weight float8 = {.N = ROWS, .K = COLUMNS, .dtype = FLOAT32, .digits = 3};
+    int equal = equals_others(example, bytes, DIGITS) && equals_others(example, nibbles, WIDENED) &&
+                equals_others(example, float8, FLOATS);
     free(example);
     tiles_are_granted = equal;
     return equal ? 0 : OTHERWISE;
