@@ -30,8 +30,8 @@ static inline __attribute__((always_inline)) void multiply_vectors(const int8_t 
             Integers x[2];
             _Pragma("GCC unroll 2") for (int v = 0; v < vectors; v++)
                 x[v] = *(const Integers *)(tokens + v * stride + k * BYTES);
-            // Vector by vector: were both multiplied with a number at once, GCC 12 would put a sum into the number's register
-            // and move eleven of the sixteen back, which takes Ice Lake 13.6 cycles instead of 9.1, as llvm-mca has it.
+            // Vector by vector: were both multiplied with a number at once, GCC 12 would put a sum into its register
+            // and move eleven of the sixteen back: 13.6 cycles of Ice Lake instead of 9.1, as llvm-mca has it.
             _Pragma("GCC unroll 2") for (int v = 0; v < vectors; v++)
                 _Pragma("GCC unroll 8") for (int n = 0; n < VECTOR_ROWS; n++)
                     products[n][v] = add_products(products[n][v], x[v], rows + n * BYTES + k * 4, way);

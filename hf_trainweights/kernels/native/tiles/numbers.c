@@ -1,5 +1,5 @@
-// Tokens as float32, 16 columns a step, or as the pieces of bfloat16 that float32 and float16 are the sums of, 32 columns
-// a step; and rows of uint and float8 weights as float32, or bfloat16, or pieces.
+// Tokens as float32, 16 columns a step, or as the pieces of bfloat16 that float32 and float16 are the sums of, 32 a
+// step; and rows of uint and float8 weights as float32, or bfloat16, or pieces.
 #include "panel.h"
 
 #ifdef HAS_TILES
@@ -15,18 +15,24 @@ static inline Integers take_piece(Floats numbers[2]) {
     return piece;
 }
 
-// Write what each token is multiplied with, so that tiles, to which numbers below 2^-126 are 0, see it whole: a power of
-// two. With float8 a token that is not finite stays as it is, and gives what its products give.
+// Return the largest power of two up to a number, and at most 2^126, so that 1 / unit is no subnormal number.
+static inline float power_of_two(float number) {
+    uint32_t bits;
+    memcpy(&bits, &number, 4);
+    bits &= 0x7f800000;
+    memcpy(&number, &bits, 4);
+    return number > 0x1p126f ? 0x1p126f : number;
+}
+
+// Write the power of two that each token is divided by, so that tiles, to which numbers below 2^-126 are 0, see it
+// whole. With float8 a token that is not finite stays as it is, and gives what its products give.
 static void measure_pieces(const Panel *panel, int64_t tile, const char *x, int64_t tokens) {
     const Weight *w = &panel->product->weight;
     for (int64_t i = 0; i < tokens; i++) {
-        float top = largest_magnitude(x + i * w->K * itemsize(w->dtype), w->dtype, w->K), unit = 1;
-        uint32_t bits;
-        memcpy(&bits, &top, 4);
-        bits &= 0x7f800000;
-        if (top == top) memcpy(&unit, &bits, 4);
-        unit = unit > 0x1p126f ? 0x1p126f : unit;
-        panel->worth[tile * TILE_ROWS + i] = top == top || !w->bits ? unit : top;
+        float top = largest_magnitude(x + i * w->K * itemsize(w->dtype), w->dtype, w->K);
+        int is_finite = top == top;
+        float unit = is_finite ? power_of_two(top) : 1;
+        panel->worth[tile * TILE_ROWS + i] = is_finite || !w->bits ? unit : top;
         panel->per_unit[tile * TILE_ROWS + i] = 1 / unit;
     }
 }
@@ -129,8 +135,8 @@ void write_rows_as_numbers(const Panel *panel, const Block *block) {
     for (int64_t r = 0; r < least(BLOCK_ROWS, w->N - block->first); r++) {
         int64_t n = block->first + r;
         int8_t *to = block->tiles + r / TILE_ROWS * tiles * TILE_BYTES + r % TILE_ROWS * BYTES;
-        float factor = block->scale[r] = row_scale(panel->product, n) * (w->code_units ? 1 : 256);
-        if (!codes_hold_scales(panel)) factor = 1;
+        block->scale[r] = row_scale(panel->product, n) * (w->code_units ? 1 : 256);
+        float factor = codes_hold_scales(panel) ? block->scale[r] : 1;
         if (w->code_units && panel->way == WIDENED) write_uint(panel, n, WIDENED, factor, block->row, to);
         else if (w->code_units) write_uint(panel, n, FLOATS, factor, block->row, to);
         else if (panel->way == WIDENED) write_float8(panel, n, WIDENED, factor, to);

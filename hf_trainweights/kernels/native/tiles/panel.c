@@ -44,14 +44,10 @@ Panel panel_at(const Product *p, Way way, int8_t *memory) {
 // Tiles of a block's rows.
 static int64_t row_tiles(const Panel *panel) { return 2 * steps_of(panel, panel->most_columns) * panel->row_pieces; }
 
-static int64_t scales_of_block(const Panel *panel) {
-    return BLOCK_ROWS * (has_other_codes(panel->product) ? 1 : groups_of(panel->product));
-}
-
 static int64_t block_bytes(const Panel *panel) {
     const Product *p = panel->product;
     int64_t row = p->weight.code_units ? round_up(uint_row_bytes(p), ALIGNMENT) : 0;
-    return (row_tiles(panel) + PARTS + 2) * TILE_BYTES + 2 * SUMS_BYTES + scales_of_block(panel) * 4 + row;
+    return (row_tiles(panel) + PARTS + 2) * TILE_BYTES + 2 * SUMS_BYTES + BLOCK_ROWS * scales_of_row(p) * 4 + row;
 }
 
 Block block_at(const Panel *panel, int thread) {
@@ -60,7 +56,7 @@ Block block_at(const Panel *panel, int thread) {
     block.kept = (float *)(block.sums + 2 * SUMS_BYTES);
     block.results = block.kept + PARTS * TILE_BYTES / 4;
     block.scale = block.results + 2 * TILE_BYTES / 4;
-    block.row = (int8_t *)(block.scale + scales_of_block(panel));
+    block.row = (int8_t *)(block.scale + BLOCK_ROWS * scales_of_row(panel->product));
     return block;
 }
 

@@ -40,7 +40,7 @@ typedef struct {
     int64_t token, tokens;   // what the panel holds
     int64_t column, columns;
     float *worth;            // [most_tokens]: what their sums are multiplied with; NaN where x is not finite
-    float *per_unit;         // [most_tokens]: what x is multiplied with, to be written as digits
+    float *per_unit;         // [most_tokens]: what x is multiplied with, to be written as digits or pieces
     float *kept;             // [N / 32][most_tokens / 32][PARTS][16][16]: sums between two panels of columns
     int8_t *tiles;           // [tokens / 16][digits][steps][token_pieces] of tokens
     int8_t *blocks;          // of the threads
@@ -89,6 +89,8 @@ static inline int codes_hold_scales(const Panel *panel) {
 }
 // Whether a weight has no codes of one byte or half a byte, but those of uint or float8.
 static inline int has_other_codes(const Product *p) { return p->weight.code_units || !p->weight.bits; }
+// Scales of a row that a block holds: integers of uint have their groups' in them.
+static inline int64_t scales_of_row(const Product *p) { return has_other_codes(p) ? 1 : groups_of(p); }
 
 // Whether `prepare` found that tiles may be used; without it an instruction for tiles ends the process.
 #ifdef HAS_TILES

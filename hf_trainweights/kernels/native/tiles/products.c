@@ -126,8 +126,8 @@ static Pending pending_of(const Panel *panel, const Block *block, int64_t unit, 
     pending.ends = end == p->weight.K && step + count == steps_of(panel, panel->columns);
     pending.scale = &one;
     if (!codes_hold_scales(panel)) {
-        pending.scales = has_other_codes(p) ? 1 : groups_of(p);
-        pending.scale = block->scale + (has_other_codes(p) ? 0 : column / group_columns(p));
+        pending.scales = scales_of_row(p);
+        pending.scale = block->scale + (pending.scales > 1 ? column / group_columns(p) : 0);
     }
     pending.worth = panel->worth + first;
     pending.sums = sums;
@@ -143,8 +143,8 @@ static inline __attribute__((always_inline)) void multiply_block(const Panel *pa
     const Product *p = panel->product;
     int64_t steps = steps_of(panel, panel->columns), stride = steps * TILE_BYTES;
     // Sums of bytes are scaled group by group, those of bfloat16 when they are complete.
-    int64_t most = way == DIGITS && groups_of(p) > 1 ? group_columns(p) / 64 : steps;
-    if (is_in_pieces(way)) most = least(steps, STEPS_AT_ONCE);
+    int64_t most = is_in_pieces(way) ? STEPS_AT_ONCE : steps;
+    if (way == DIGITS && groups_of(p) > 1) most = group_columns(p) / 64;
     int8_t *sums = block->sums, *others = block->sums + SUMS_BYTES;
     Pending pending = {.count = 0};
     for (int64_t unit = 0; unit * UNIT_TOKENS < panel->tokens; unit++) {
