@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.markdown import table
-from benchmarks.speed.generate import PHASES
 
 Report = dict[str, Any]
 Row = dict[str, Any]
@@ -165,7 +164,8 @@ def _by_shape(rows: list[Row]) -> str:
 
 def amx_model_speed(report: Report) -> str:
     """Return all phases of the Llama on a CPU with AMX."""
-    return f"{model_speed(report, tuple(PHASES))}\n\n{_amx_caption(report, report['llama'])}"
+    phases = tuple(dict.fromkeys(row["phase"] for row in report["llama"]))
+    return f"{model_speed(report, phases)}\n\n{_amx_caption(report, report['llama'])}"
 
 
 def amx_linear_speed(report: Report) -> str:

@@ -162,8 +162,8 @@ def require_vacant(path: Path) -> None:
     """Check that `path` is missing or an empty directory, so that one created there loses nothing; else SaveError."""
     if not os.path.lexists(path):
         return
-    if path.is_symlink() or not path.is_dir() or any(path.iterdir()):
-        is_directory = path.is_dir() and not path.is_symlink()
+    is_directory = path.is_dir() and not path.is_symlink()
+    if not is_directory or any(path.iterdir()):
         found = "a directory that is not empty" if is_directory else "a file or a link"
         raise SaveError(str(path), "a missing or empty directory", found, "Choose another path or remove it first.")
 

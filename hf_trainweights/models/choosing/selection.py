@@ -37,7 +37,7 @@ class _Rules:
     """What a configuration says about the names of a module."""
 
     def __init__(self, module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str]):
-        self.config, self.heads = config, [output_head(model) for _, model in models_within(module)]
+        self.config = config
         # Each module by each of its names, and for each name of a parameter all its names.
         self.owners, self.aliases = dict(module.named_modules(remove_duplicate=False)), _aliases(module)
         names = list(dict.fromkeys(each for name in self.aliases for each in (*_names(name), *name_and_modules(name))))
@@ -45,8 +45,10 @@ class _Rules:
         self.selected = select(config.overrides, names)
         self.left_out = left_out(config.modules_to_not_convert or (), names)
         self.adapters = adapter_prefixes(module)
+        self.heads: list[nn.Module | None] = []
         self.skipped, self.not_saved = listed(skip, names), set[str]()
         for prefix, model in models_within(module):
+            self.heads.append(output_head(model))
             own = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
             kept = listed(modules_kept_in_float(model, config.include_embeddings), own)
             self.skipped |= {prefix + name for name in kept}
