@@ -27,6 +27,7 @@ ROOMS = (
     "kernels",  # products of plain tensors
     "tensor",  # the quantized weight
     "models",  # a Transformers model
+    "cache",  # keys and values of attention
     "exports",  # layouts that others read
     "imports",  # layouts that others wrote
     "checkpoint",  # training state
