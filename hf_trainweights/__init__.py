@@ -41,8 +41,8 @@ __version__ = _version("hf_trainweights")
 
 __all__ = [
     "CheckpointManager",
-    "OnnxModel",
     "KVCache",
+    "OnnxModel",
     "QuantizedTensor",
     "TrainWeightsCheckpointCallback",
     "TrainWeightsConfig",

@@ -1,1 +1,1 @@
-"""A cache of keys and values for `generate`: it grows without copying, in 16, 8 or 4 bits, and is read as it is stored."""
+"""A cache of keys and values in 16, 8 or 4 bits: it grows without copying, and attention reads it as it is stored."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from transformers import PreTrainedConfig
 
+from hf_trainweights.cache.cache_file import CacheFile, write_cache
 from hf_trainweights.cache.layers import BITS, KVLayer
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.models.host.caches import Cache, DynamicCache, EncoderDecoderCache, layer_types, own_layer
@@ -63,7 +65,7 @@ class KVCache(DynamicCache):
 
     def _set_layers(self, types: list[tuple[str, dict[str, Any]]], kind: str | tuple[str, str]) -> None:
         self.kinds = _checked(kind)
-        layers = [
+        layers: list[Any] = [
             KVLayer(*self.kinds, window=options[_WINDOWS[name]] if _WINDOWS[name] else None)
             if name in _WINDOWS
             else own_layer(name, options)
@@ -75,7 +77,46 @@ class KVCache(DynamicCache):
     def stored_bytes(self) -> int:
         """The bytes of all stored keys and values, with the room that is there for more."""
         layers = (layer for layer in self.layers if isinstance(layer, KVLayer))
-        return sum(store.stored_bytes for layer in layers for store in layer.stores or ())
+        return sum(store.stored_bytes for layer in layers for store in layer.stores)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save the stored tokens as one safetensors file, e.g. those of a long prompt.
+
+        Args:
+            path: The file. What is there stays whole until the new file is.
+
+        Raises:
+            ConfigError: The file's name does not end in `.safetensors`, or the model has another dtype than float32,
+                bfloat16 and float16.
+            UnsupportedError: A layer has a state of linear attention.
+            SaveError: The file cannot be written.
+        """
+        write_cache(path, {"self": self.layers}, self.kinds)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], config: PreTrainedConfig) -> Any:
+        """Load a cache that `save` wrote; what is generated from it is the same as from the saved one.
+
+        Args:
+            path: The file.
+            config: The configuration of the model.
+
+        Returns:
+            A cache on the CPU, of the kind that was saved. It shares no memory with the file.
+
+        Raises:
+            ConfigError: There is no such file, or it is of another model.
+            CorruptFileError: The file is damaged, or holds something else.
+        """
+        file = CacheFile(path)
+        cache = KVCache(config, file.kinds)
+        if isinstance(cache, EncoderDecoderKVCache):
+            cross: list[Any] = cache.cross_attention_cache.layers
+            file.fill({"self": cache.self_attention_cache.layers, "cross": cross})
+            cache.is_updated = {index: layer.length > 0 for index, layer in enumerate(cross)}
+        else:
+            file.fill({"self": cache.layers})
+        return cache
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Store new tokens of a layer, as Transformers' models do.
@@ -114,12 +155,20 @@ class EncoderDecoderKVCache(EncoderDecoderCache):
         ConfigError: `kind` is none of those.
     """
 
+    self_attention_cache: Any
+    cross_attention_cache: Any
+
     def __init__(self, config: PreTrainedConfig, kind: str | tuple[str, str] = "int8"):
         types = layer_types(config)
         self_attention, cross_attention = KVCache.__new__(KVCache), KVCache.__new__(KVCache)
         self_attention._set_layers(types, kind)
         cross_attention._set_layers([("full_attention", {})] * len(types), kind)
         super().__init__(self_attention, cross_attention)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save the stored tokens as one safetensors file; arguments and errors are those of `KVCache.save`."""
+        caches = {"self": self.self_attention_cache.layers, "cross": self.cross_attention_cache.layers}
+        write_cache(path, caches, self.self_attention_cache.kinds)
 
     @property
     def stored_bytes(self) -> int:

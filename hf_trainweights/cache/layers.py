@@ -41,9 +41,10 @@ class KVLayer(CacheLayerMixin):
         super().__init__()
 
     def _clear(self) -> None:
-        self.stores: tuple[Store, Store] | None = None
+        # Keys, then values; nothing before the first token.
+        self.stores: tuple[Store, ...] = ()
         self.dropped = 0
-        self.dtype: torch.dtype | None = None
+        self.dtype = torch.float32
         self.is_initialized = False
 
     @property
@@ -58,7 +59,7 @@ class KVLayer(CacheLayerMixin):
         return self._states(0)[0] if self.stores else None
 
     @keys.setter
-    def keys(self, value: None) -> None:
+    def keys(self, value: None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]  (an attribute)
         pass
 
     @property
@@ -67,7 +68,7 @@ class KVLayer(CacheLayerMixin):
         return self._states(0)[1] if self.stores else None
 
     @values.setter
-    def values(self, value: None) -> None:
+    def values(self, value: None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]  (an attribute)
         pass
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -79,12 +80,16 @@ class KVLayer(CacheLayerMixin):
         )
         self.is_initialized = True
 
+    # The decorator does not say what it returns.
     @torch.compiler.disable
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Store tokens `[batch, heads, n, columns]`.
 
         Returns:
             The keys and values that these tokens may attend to. The first tokens of a sequence get their own, exactly.
+            Gradients reach these tokens and none of an earlier call.
 
         Raises:
             ConfigError: The batch, the heads or the columns are others than those of the stored tokens.
@@ -93,20 +98,29 @@ class KVLayer(CacheLayerMixin):
             self._clear()
             self.lazy_initialization(key_states, value_states)
         self._require_same_sizes(key_states, value_states)
-        if self.is_sliding and not self.record_past:
-            self._forget_before_window()
+        if self.window is not None and not self.record_past:
+            self._forget_before(self.window)
         count, before = key_states.shape[2], self.length
         first = 0 if self.window is None else max(0, before - self.window + 1)
         if self._waits and before + count >= LEAST_TOKENS:
             return self._quantize(first, key_states, value_states)
-        for store, states in zip(self.stores, (key_states, value_states), strict=True):
+        both = list(zip(self.stores, (key_states, value_states), strict=True))
+        has_gradient = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
+        earlier = [store.load(first, x.dtype) for store, x in both] if has_gradient and before else []
+        for store, states in both:
             store.append(states.detach())
-        return (key_states, value_states) if before == 0 else self._states(first)
+        if before == 0:
+            return key_states, value_states
+        if has_gradient:
+            keys, values = (torch.cat([old, x], 2) for old, (_, x) in zip(earlier, both, strict=True))
+            return keys, values
+        return self._states(first)
 
     @property
     def _waits(self) -> bool:
         """Whether tokens that are to be integers are still floats."""
-        return any(isinstance(s, FloatStore) and kind != "bf16" for s, kind in zip(self.stores, self.kinds, strict=True))
+        pairs = zip(self.stores, self.kinds, strict=True)
+        return any(isinstance(store, FloatStore) and kind != "bf16" for store, kind in pairs)
 
     def _require_same_sizes(self, *states: Tensor) -> None:
         for store, x in zip(self.stores, states, strict=True):
@@ -118,18 +132,18 @@ class KVLayer(CacheLayerMixin):
 
     def _quantize(self, first: int, *states: Tensor) -> tuple[Tensor, Tensor]:
         """Store all tokens so far and these as integers, and return them as they were."""
-        floats = [
+        keys, values = (
             x if store.length == 0 else torch.cat([store.load(0, x.dtype), x], 2)
             for store, x in zip(self.stores, states, strict=True)
-        ]
-        counted = distinct_tokens(floats[1])
-        self.stores = tuple(
-            IntegerStore.of(x.detach(), BITS[kind], index == 0, counted)
-            if kind != "bf16"
-            else _appended(store, x.detach()[:, :, store.length :])
-            for index, (kind, store, x) in enumerate(zip(self.kinds, self.stores, floats, strict=True))
         )
-        return floats[0][:, :, first:], floats[1][:, :, first:]
+        counted, stores = distinct_tokens(values), list(self.stores)
+        for index, (kind, x) in enumerate(zip(self.kinds, (keys.detach(), values.detach()), strict=True)):
+            if kind == "bf16":
+                stores[index].append(x[:, :, stores[index].length :])
+            else:
+                stores[index] = IntegerStore.of(x, BITS[kind], index == 0, counted)
+        self.stores = tuple(stores)
+        return keys[:, :, first:], values[:, :, first:]
 
     def _states(self, first: int) -> tuple[Tensor, Tensor]:
         keys, values = (
@@ -138,11 +152,11 @@ class KVLayer(CacheLayerMixin):
         )
         return keys, values
 
-    def _forget_before_window(self) -> None:
+    def _forget_before(self, window: int) -> None:
         """Drop tokens that no query attends to any more, once there are as many as the window has."""
-        if self.length > 2 * self.window + 2 * _SLACK_TOKENS:
+        if self.length > 2 * (window + _SLACK_TOKENS):
             # A multiple of 16, because codes lie in blocks of so many tokens.
-            first = (self.length - self.window - _SLACK_TOKENS) // BLOCK_TOKENS * BLOCK_TOKENS
+            first = (self.length - window - _SLACK_TOKENS) // BLOCK_TOKENS * BLOCK_TOKENS
             for store in self.stores:
                 store.drop(first)
             self.dropped += first
@@ -176,7 +190,7 @@ class KVLayer(CacheLayerMixin):
             ConfigError: There are not so many, or a window that ends before them is no longer stored.
         """
         count = -number if number <= 0 else max(0, self.get_seq_length() - number)
-        most = self.length if not self.dropped else self.length - self.window + 1
+        most = self.length if self.window is None or not self.dropped else self.length - self.window + 1
         if count > most and self.is_initialized:
             next_step = "Make a new cache and process the sequence again."
             raise ConfigError("crop", f"at most {most} tokens to remove", str(count), next_step)
@@ -185,9 +199,8 @@ class KVLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens."""
         count = self.tokens_to_remove(tokens_to_remove)
-        if self.stores:
-            for store in self.stores:
-                store.length -= count
+        for store in self.stores:
+            store.truncate(store.length - count)
 
     def reset(self) -> None:
         """Forget all tokens, and what the keys' channels were equalized by."""
@@ -195,11 +208,16 @@ class KVLayer(CacheLayerMixin):
 
     def select(self, index: Tensor) -> None:
         """Put the sequences of the batch at these positions in the place of all."""
-        for store in self.stores or ():
+        for store in self.stores:
             store.select(index)
 
-    # Transformers' names for a selection from the batch.
-    reorder_cache = batch_select_indices = select
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Do as `select`: Transformers' name for it in a search with beams."""
+        self.select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Do as `select`: Transformers' name for it in contrastive search."""
+        self.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Put so many copies of each sequence in its place."""
@@ -216,8 +234,3 @@ class KVLayer(CacheLayerMixin):
 def _float_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of 16 bits for states of a dtype."""
     return dtype if dtype.itemsize == 2 else torch.bfloat16
-
-
-def _appended(store: FloatStore, x: Tensor) -> FloatStore:
-    store.append(x)
-    return store

@@ -1,4 +1,4 @@
-"""Keys or values of a cache as a tensor that a model attends to: attention reads the codes, any other op gets floats."""
+"""Keys or values of a cache as a tensor that a model attends to: attention reads codes, any other op gets floats."""
 
 from __future__ import annotations
 
@@ -129,14 +129,14 @@ def _attend(
 ) -> Tensor:
     """Attend as `F.scaled_dot_product_attention` does: by the codes for few rows, else by floats."""
     if isinstance(key, CachedStates) and isinstance(value, CachedStates):
-        has_gradient = torch.is_grad_enabled() and query.requires_grad
-        heads = key._store.shape[1]
-        if not (has_gradient or dropout_p or is_causal) and query.dim() == 4 and query.shape[1] % heads == 0:
-            if key._tokens == value._tokens and query.shape[1] // heads * query.shape[2] <= MOST_ROWS:
-                scaling = query.shape[-1] ** -0.5 if scale is None else scale
-                out = attend(query, key._store.stored, value._store.stored, key._tokens, scaling, attn_mask)
-                if out is not None:
-                    return out
+        has_gradient, heads = torch.is_grad_enabled() and query.requires_grad, key._store.shape[1]
+        fits = query.dim() == 4 and query.shape[1] % heads == 0 and key._tokens == value._tokens
+        is_short = fits and query.shape[1] // heads * query.shape[2] <= MOST_ROWS
+        if is_short and not (has_gradient or dropout_p or is_causal):
+            scaling = query.shape[-1] ** -0.5 if scale is None else scale
+            out = attend(query, key._store.stored, value._store.stored, key._tokens, scaling, attn_mask)
+            if out is not None:
+                return out
         # PyTorch repeats the heads of keys without a copy.
         enable_gqa = enable_gqa or heads != query.shape[1]
         key, value = key._repeated(1, False), value._repeated(1, False)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_trainweights.kernels.tokens import BLOCK_TOKENS, StoredTokens, TokenFormat
 
-# A channel counts as at least this part of the mean magnitude of its head's channels.
+# A channel counts as at least this part of the median magnitude of its head's channels.
 _SMALLEST_CHANNEL = 1 / 16
 _SMALLEST_MAGNITUDE = 1e-6
 
@@ -59,6 +59,10 @@ class FloatStore:
         """Put the sequences of the batch at these positions in the place of all."""
         self._rows = self._rows[:, :, : self.length].index_select(0, index.to(self._rows.device))
 
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from `length` on."""
+        self.length = length
+
     def drop(self, first: int) -> None:
         """Forget the tokens before `first`."""
         self._rows = self._rows[:, :, first : self.length].clone()
@@ -91,7 +95,7 @@ class IntegerStore:
     @classmethod
     def of(cls, x: Tensor, bits: int, is_key: bool, counted: Tensor) -> IntegerStore:
         """Store tokens x `[batch, heads, n, columns]`; those that are `counted` `[batch, n]` equalize the columns."""
-        batch, heads, count, columns = x.shape
+        batch, heads, _, columns = x.shape
         stored = StoredTokens.empty(TokenFormat(bits, is_key, columns), batch, heads, device=x.device)
         stored.channels = _channels(x, counted) if is_key else None
         store = cls(stored)
@@ -127,6 +131,11 @@ class IntegerStore:
         channels = None if stored.channels is None else stored.channels.index_select(0, index)
         codes, scale = (x[:, :, : self._used_blocks].index_select(0, index) for x in (stored.codes, stored.scale))
         self.stored = StoredTokens(stored.form, codes, scale, channels)
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from `length` on."""
+        self.stored.clear(length, self.length)
+        self.length = length
 
     def drop(self, first: int) -> None:
         """Forget the tokens before `first`, a multiple of 16."""
@@ -186,10 +195,11 @@ def _channels(keys: Tensor, counted: Tensor) -> Tensor:
     count, keys = weight.sum(2, keepdim=True), keys.float()
     mean = (keys * weight).sum(2, keepdim=True) / count
     rms = ((keys - mean).square() * weight).sum(2, keepdim=True).div(count).sqrt()
-    smallest = (rms.mean(-1, keepdim=True) * _SMALLEST_CHANNEL).clamp(min=_SMALLEST_MAGNITUDE)
+    smallest = (rms.median(-1, keepdim=True).values * _SMALLEST_CHANNEL).clamp(min=_SMALLEST_MAGNITUDE)
     channels = torch.cat([mean, torch.maximum(rms, smallest)], 2)
     # Keys that are not finite are stored as they are: no other token may be lost with them.
-    return torch.where(channels.isfinite().all(), channels, channels.new_tensor([[0.0], [1.0]]).expand_as(channels)).contiguous()
+    unchanged = channels.new_tensor([[0.0], [1.0]]).expand_as(channels)
+    return torch.where(channels.isfinite().all(), channels, unchanged).contiguous()
 
 
 def _new_empty(like: Tensor, shape: tuple[int, ...], dtype: Any) -> Tensor:

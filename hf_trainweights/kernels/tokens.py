@@ -66,7 +66,7 @@ class StoredTokens:
         form: How they are stored.
         codes: uint8 `[batch, heads, blocks, block_bytes]`.
         scale: bfloat16 `[batch, heads, blocks, groups, 16]`; 0 for tokens that are not stored yet.
-        channels: float32 `[batch, heads, 2, columns]`, means and magnitudes of the columns; None where they are 0 and 1.
+        channels: float32 `[batch, heads, 2, columns]`, means and magnitudes of columns; None where they are 0 and 1.
     """
 
     form: TokenFormat
@@ -81,8 +81,9 @@ class StoredTokens:
         """Return room for so many blocks."""
         # A tensor that is made in inference mode can never be written to outside it.
         with torch.inference_mode(False):
-            codes = torch.empty(batch, heads, blocks, form.block_bytes, dtype=torch.uint8, device=device)
-            # Zeros, because a token without weight still multiplies its scale, and memory may hold NaN.
+            # Zeros, so that equal tokens are equal bytes in a file. Scales must be 0 where no token is: a token without
+            # weight still multiplies its scale, and memory may hold NaN.
+            codes = torch.zeros(batch, heads, blocks, form.block_bytes, dtype=torch.uint8, device=device)
             scale = torch.zeros(batch, heads, blocks, form.groups, BLOCK_TOKENS, dtype=torch.bfloat16, device=device)
         return cls(form, codes, scale)
 
@@ -108,6 +109,18 @@ class StoredTokens:
             *(_address(self.channels), self.codes.data_ptr(), self.scale.data_ptr(), self.capacity, at),
             torch.get_num_threads() if x.numel() >= _THREADED else 1,
         )
+
+    def clear(self, first: int, stop: int) -> None:
+        """Make tokens `first` to `stop` as if they had never been stored; none behind them is."""
+        block, end = first // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS)
+        if block < end:
+            start = first - block * BLOCK_TOKENS
+            codes = unpack(self.codes[:, :, block : block + 1], self.form)
+            codes[:, :, start:] = -8 if self.form.bits == 4 else 0
+            self.codes[:, :, block : block + 1] = pack(codes, self.form)
+            self.codes[:, :, block + 1 : end] = 0
+            self.scale[:, :, block, :, start:] = 0
+            self.scale[:, :, block + 1 : end] = 0
 
     def load(self, first: int, count: int, dtype: torch.dtype) -> Tensor:
         """Return the tokens from `first` on as floats `[batch, heads, count, columns]`."""
@@ -176,7 +189,7 @@ def _quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def pack(codes: Tensor, form: TokenFormat) -> Tensor:
-    """Return the bytes of blocks: int8 codes `[batch, heads, blocks * 16, D]` as uint8 `[batch, heads, blocks, bytes]`."""
+    """Pack int8 codes `[batch, heads, blocks * 16, D]` into blocks, uint8 `[batch, heads, blocks, block_bytes]`."""
     blocks = codes.unflatten(2, (-1, BLOCK_TOKENS))
     if form.bits == 8:
         if form.is_key:
@@ -193,7 +206,7 @@ def pack(codes: Tensor, form: TokenFormat) -> Tensor:
 
 
 def unpack(stored: Tensor, form: TokenFormat) -> Tensor:
-    """Return the int8 codes that `pack` was given."""
+    """Return the int8 codes that `pack` has packed."""
     D = form.stored_columns
     if form.bits == 8:
         words = stored.view(torch.int8)
