@@ -64,7 +64,8 @@ def quantize_(
         ConfigError: There is nothing to quantize, a weight is quantized to another format already, a selector selects
             nothing, or the configuration is not valid or has unknown keys, or the module does not run on
             `calibration`, or no format gains by it; the module is unchanged.
-        QuantizationError: A weight holds NaN or Inf, is on the meta device, or is sharded; the module is unchanged.
+        QuantizationError: A weight holds NaN or Inf, is on the meta device, or is sharded, or a lazy layer has none
+            yet; the module is unchanged.
 
     Examples:
         >>> layers = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))

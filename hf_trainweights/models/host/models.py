@@ -55,6 +55,12 @@ def modules_kept_in_float(module: nn.Module, include_embeddings: bool) -> list[s
     return sorted(kept)
 
 
+def last_with_bias(model: PreTrainedModel) -> list[str]:
+    """Return the module that ends a model with a bias, if one does: its weight is not the last parameter."""
+    last = next(reversed([name for name, _ in model.named_parameters(remove_duplicate=False)]), "")
+    return [last.removesuffix(".bias")] if last.endswith(".bias") else []
+
+
 def output_head(module: nn.Module) -> nn.Module | None:
     """Return the layer that makes a model's outputs of its last states, the one that is as long as its vocabulary."""
     return module.get_output_embeddings() if isinstance(module, PreTrainedModel) else None
