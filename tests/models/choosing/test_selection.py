@@ -459,9 +459,7 @@ def test_survey_tells_what_is_not_as_configured() -> None:
 )
 @pytest.mark.parametrize("ask", [choose, lambda module, config: summary(module)], ids=["choose", "summary"])
 def test_a_lazy_layer_that_no_inputs_have_reached_is_refused(make: Callable[[], nn.Module], ask: Any) -> None:
-    with pytest.raises(
-        QuantizationError, match=r"a weight with a shape .* Run the module on inputs once"
-    ):
+    with pytest.raises(QuantizationError, match=r"a weight with a shape .* Run the module on inputs once"):
         ask(make(), INT4)
 
 
