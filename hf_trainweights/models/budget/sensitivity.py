@@ -192,16 +192,26 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
         yield from tensors_in(each)
 
 
+def copied(value: Any) -> Any:
+    """Return a value with a copy of each tensor in it, which a module may change without a trace in the original."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if type(value) is dict:
+        return {name: copied(each) for name, each in value.items()}
+    return type(value)(map(copied, value)) if type(value) in (list, tuple) else value
+
+
 def _let_gradients_through(module: nn.Module, inputs: Any, output: Tensor) -> None:
     if not output.requires_grad:
         output.requires_grad_()
 
 
 def _to_differentiate(value: Any, device: torch.device) -> Any:
+    value = copied(value)
     if not isinstance(value, Tensor):
         return value
-    value = value.detach().to(device)
-    return value.clone().requires_grad_() if value.is_floating_point() else value
+    value = value.to(device)
+    return value.requires_grad_() if value.is_floating_point() else value
 
 
 def _mean_square(weight: Tensor) -> float:
