@@ -9,6 +9,7 @@ on random tokens and a backward pass in a random direction measure that norm for
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.kernels.cpu_features import product_dtype
 from hf_trainweights.models.choosing.summary import Choice
-from hf_trainweights.models.host.models import holding
+from hf_trainweights.models.host.models import holding, is_cache
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # Keyword arguments of a model, or a tensor as its only argument.
@@ -193,9 +194,11 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
 
 
 def copied(value: Any) -> Any:
-    """Return a value with a copy of each tensor in it, which a module may change without a trace in the original."""
+    """Return a value with a copy of each tensor and cache in it: a module may change these, and the original stays."""
     if isinstance(value, Tensor):
         return value.detach().clone()
+    if is_cache(value):
+        return copy.deepcopy(value)
     if type(value) is dict:
         return {name: copied(each) for name, each in value.items()}
     return type(value)(map(copied, value)) if type(value) in (list, tuple) else value

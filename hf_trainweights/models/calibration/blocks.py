@@ -177,17 +177,17 @@ def find_chains(module: nn.Module, owners: Iterable[nn.Module], batch: Batch) ->
 
 
 def capture(module: nn.Module, chain: Sequence[nn.Module], batches: Mapping[int, Batch], spill: Spill) -> Stream:
-    """Return the calls of the blocks of a chain by those batches that run each of them once, in the chain's order.
-
-    ConfigError: a block gets a cache, which would grow at every call.
-    """
-    stream, calls = Stream(spill), list[tuple[nn.Module, Tensor | None, Arguments]]()
+    """Return the calls of the blocks of a chain by those batches that run each of them once, in the chain's order."""
+    stream, calls, copies = (
+        Stream(spill),
+        list[tuple[nn.Module, Tensor | None, Arguments]](),
+        dict[int, tuple[Any, Any]](),
+    )
 
     def entered(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        _refuse_caches(block, args, kwargs)
         hidden, others = _take_hidden(args, kwargs)
         first = copy_to(spill, hidden) if block is chain[0] and hidden is not None else None
-        calls.append((block, first, copied(others)))
+        calls.append((block, first, _copied_once(others, copies)))
         if block is chain[-1]:
             raise Stopped
 
@@ -200,6 +200,7 @@ def capture(module: nn.Module, chain: Sequence[nn.Module], batches: Mapping[int,
             if hidden is not None and [block for block, _, _ in calls] == list(chain):
                 stream.hidden[number], stream.arguments[number] = hidden, [others for _, _, others in calls]
             calls.clear()
+            copies.clear()
     return stream
 
 
@@ -307,10 +308,17 @@ def _blocks(module: nn.Module, owners: set[nn.Module]) -> list[nn.Module]:
     return [*blocks, *(owner for owner in owners if owner not in inside)] if blocks else [module]
 
 
-def _refuse_caches(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for value in (*args, *kwargs.values()):
-        # Every cache of Transformers has this method, and no argument of another kind.
-        if hasattr(value, "get_seq_length"):
-            found = f"a {type(value).__name__} among the arguments of {type(block).__name__}"
-            next_step = "Switch it off in the batches: attention would read the keys of an earlier pass."
-            raise ConfigError("calibration", "blocks that run without a cache", found, next_step)
+def _copied_once(value: Any, copies: dict[int, tuple[Any, Any]]) -> Any:
+    """Return a copy of a value, whose tensors and caches that came before share the copy beside them in `copies`.
+
+    A cache stays as it came first: a block reads what it has itself put into one, and nothing of the blocks before it.
+    """
+    if type(value) is dict:
+        return {name: _copied_once(each, copies) for name, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied_once(each, copies) for each in value)
+    _, earlier = copies.get(id(value), (None, None))
+    if earlier is None or (isinstance(value, Tensor) and not torch.equal(earlier, value)):
+        # The original is held too, so that no other object gets its identity.
+        copies[id(value)] = value, copied(value)
+    return copies[id(value)][1]

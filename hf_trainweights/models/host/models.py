@@ -171,6 +171,11 @@ def cache_argument(model: nn.Module) -> str:
     return next((name for name in CACHE_ARGUMENTS if name in taken), "")
 
 
+def is_cache(value: object) -> bool:
+    """Return whether a value holds what earlier tokens left: every cache of Transformers has this method."""
+    return hasattr(value, "get_seq_length")
+
+
 def is_stateful(model: PreTrainedModel) -> bool:
     """Return whether a model's cache holds a state, as Mamba's does, and not only keys and values."""
     return private_attribute(model, "_is_stateful")
