@@ -200,7 +200,7 @@ def copied(value: Any) -> Any:
     if is_cache(value):
         return copy.deepcopy(value)
     if type(value) is dict:
-        return {name: copied(each) for name, each in value.items()}
+        return {name: copied(entry) for name, entry in value.items()}
     return type(value)(map(copied, value)) if type(value) in (list, tuple) else value
 
 

@@ -127,7 +127,7 @@ def without_caches(module: nn.Module) -> Iterator[None]:
 
     A model that holds others may not take `use_cache`, and its configuration may not have it: theirs do.
     """
-    models = [each for each in module.modules() if isinstance(each, PreTrainedModel)]
+    models = [model for model in module.modules() if isinstance(model, PreTrainedModel)]
     configs = {id(model.config): model.config for model in models if getattr(model.config, "use_cache", False)}
 
     def entered(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -311,12 +311,12 @@ def _blocks(module: nn.Module, owners: set[nn.Module]) -> list[nn.Module]:
 def _copied_once(value: Any, copies: dict[int, tuple[Any, Any]]) -> Any:
     """Return a copy of a value, whose tensors and caches that came before share the copy beside them in `copies`.
 
-    A cache stays as it came first: a block reads what it has itself put into one, and nothing of the blocks before it.
+    A cache stays as it came first: a block reads only its own entries of it, which it makes itself.
     """
     if type(value) is dict:
-        return {name: _copied_once(each, copies) for name, each in value.items()}
+        return {name: _copied_once(entry, copies) for name, entry in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_copied_once(each, copies) for each in value)
+        return type(value)(_copied_once(entry, copies) for entry in value)
     _, earlier = copies.get(id(value), (None, None))
     if earlier is None or (isinstance(value, Tensor) and not torch.equal(earlier, value)):
         # The original is held too, so that no other object gets its identity.

@@ -224,7 +224,7 @@ def _gates_beside_experts(part: nn.Module) -> Iterator[nn.Module]:
     children = dict(part.named_children())
     gates = {name for name in children if not {"gate", "gates", "gating"}.isdisjoint(name.split("_"))}
     experts = [child for name, child in children.items() if "expert" in name and name not in gates]
-    counts = _own_experts(part).union(*(_own_experts(each) for child in experts for each in child.modules()))
+    counts = _own_experts(part).union(*(_own_experts(inner) for child in experts for inner in child.modules()))
     counts |= {len(child) for child in experts if isinstance(child, nn.ModuleList | nn.ModuleDict)}
     has_router = any(_says_router(name, child) for name, child in children.items())
     for name, child in children.items() if experts or counts else ():
