@@ -55,6 +55,12 @@ def modules_kept_in_float(module: nn.Module, include_embeddings: bool) -> list[s
     return sorted(kept)
 
 
+def last_with_bias(model: PreTrainedModel) -> list[str]:
+    """Return the module that ends a model with a bias, if one does: its weight is not the last parameter."""
+    last = next(reversed([name for name, _ in model.named_parameters(remove_duplicate=False)]), "")
+    return [last.removesuffix(".bias")] if last.endswith(".bias") else []
+
+
 def output_head(module: nn.Module) -> nn.Module | None:
     """Return the layer that makes a model's outputs of its last states, the one that is as long as its vocabulary."""
     return module.get_output_embeddings() if isinstance(module, PreTrainedModel) else None
@@ -163,6 +169,11 @@ def cache_argument(model: nn.Module) -> str:
     """Return under which of `CACHE_ARGUMENTS` a model takes and returns what earlier tokens left; "": under none."""
     taken = inspect.signature(model.forward).parameters
     return next((name for name in CACHE_ARGUMENTS if name in taken), "")
+
+
+def is_cache(value: object) -> bool:
+    """Return whether a value holds what earlier tokens left: every cache of Transformers has this method."""
+    return hasattr(value, "get_seq_length")
 
 
 def is_stateful(model: PreTrainedModel) -> bool:

@@ -23,7 +23,7 @@ from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.reading import is_safe_name, is_torch_zip, require_regular_file
 from hf_trainweights.files.safetensors_file import read_safetensors_header
 from hf_trainweights.formats import FORMATS
-from hf_trainweights.models.choosing.selection import NOT_IN_CHECKPOINT
+from hf_trainweights.models.choosing.selection import NOT_IN_CHECKPOINT, ROUTER
 from hf_trainweights.models.choosing.summary import Summary
 from hf_trainweights.models.host.models import base_prefix, was_loaded
 from hf_trainweights.tensor.guards import is_guard
@@ -206,7 +206,7 @@ def check_none_is_missing(model: PreTrainedModel, summary: Summary, stored: Mapp
     missing = [
         choice.name
         for choice in summary.tensors
-        if choice.reason == NOT_IN_CHECKPOINT
+        if choice.reason in (NOT_IN_CHECKPOINT, ROUTER)  # earlier versions quantized routers too
         and choice.name.removeprefix(prefix) not in in_files
         and not was_loaded(parameters[choice.name])
     ]
