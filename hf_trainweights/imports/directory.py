@@ -26,7 +26,7 @@ from hf_trainweights.imports.layouts import layout_of
 from hf_trainweights.imports.layouts.base import AGAIN, CONFIG_AGAIN
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.choosing.summary import Summary
-from hf_trainweights.models.loading.saved_models import download, load_saved, read_config, refuse_file
+from hf_trainweights.models.loading.saved_models import download, load_saved, read_config, refuse_adapter, refuse_file
 from hf_trainweights.models.loading.stored_weights import saved_class
 from hf_trainweights.models.saving.new_directories import copy_companions, new_directory, require_vacant_directory
 
@@ -56,8 +56,8 @@ def import_directory(source: str | os.PathLike[str], out: str | os.PathLike[str]
         The choice for each parameter.
 
     Raises:
-        ConfigError: `out` is not empty; the source is missing, cannot be read, is of no class of Transformers, lacks
-            weights, or is of no layout that is known.
+        ConfigError: `out` is not empty; the source is missing, cannot be read, has an adapter, is of no class of
+            Transformers, lacks weights, or is of no layout that is known.
         CorruptFileError: A file of the source is damaged, or tensors do not fit each other.
         UnsupportedError: No format of this package can hold a weight exactly, which is named.
         SaveError: `out` cannot be written.
@@ -97,9 +97,10 @@ def import_directory(source: str | os.PathLike[str], out: str | os.PathLike[str]
 
 
 def _folder(source: str | os.PathLike[str]) -> Path:
+    refuse_file(source)
+    refuse_adapter(source)
     if os.path.isdir(source):
         return Path(source)
-    refuse_file(source)
     try:
         return download(str(source))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

@@ -23,7 +23,8 @@ from transformers import LlamaForCausalLM, ResNetConfig, ResNetModel
 
 from hf_trainweights import TrainWeightsConfig, import_directory
 from hf_trainweights.errors import ConfigError, CorruptFileError, QuantizationError, SaveError
-from hf_trainweights.models.directory import quantize_directory
+from hf_trainweights.exports import export_compressed_tensors, export_onnx
+from hf_trainweights.models.directory import dequantize_directory, push_directory, quantize_directory
 from hf_trainweights.models.loading.saved_models import load_saved, load_tokenizer, saved_parameter_names
 from hf_trainweights.models.saving import new_directories
 
@@ -118,6 +119,31 @@ def test_a_quantized_model_is_refused(llama: Path, tmp_path: Path) -> None:
     quantize_directory(llama, tmp_path / "int8", TrainWeightsConfig("int8"))
     with pytest.raises(ConfigError, match="expected a float model, found a quantization_config"):
         quantize_directory(tmp_path / "int8", tmp_path / "out", TrainWeightsConfig(**INT4))
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda source, out: quantize_directory(source, out, "int8"),
+        lambda source, out: quantize_directory(source, out, INT4, calibration=["a text"]),
+        dequantize_directory,
+        import_directory,
+        export_compressed_tensors,
+        lambda source, out: export_onnx(source, out, task="text-generation"),
+        lambda source, out: push_directory(source, "me/model"),
+    ],
+)
+def test_a_model_with_an_adapter_is_refused(call: Callable[..., Any], is_alone: bool, llama: Path) -> None:
+    # Transformers would apply the adapter and save nothing else.
+    (llama / "adapter_config.json").write_text("{}")
+    if is_alone:
+        (llama / "config.json").unlink()
+    before = contents(llama.parent)
+    with pytest.raises(ConfigError, match=r"expected a model by itself, found an adapter \(adapter_config\.json\)"):
+        call(llama, llama.with_name("out"))
+    assert contents(llama.parent) == before
+    assert not llama.with_name("out").exists()
 
 
 def test_missing_weights_are_an_error_and_not_random(llama: Path, tmp_path: Path) -> None:

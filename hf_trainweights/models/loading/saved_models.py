@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from hf_trainweights.errors import ConfigError, TrainWeightsError
 from hf_trainweights.files.spill import Spill
-from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
+from hf_trainweights.files.weight_files import ENTRY_POINTS, FOREIGN_WEIGHTS, shard_names
 from hf_trainweights.models.choosing.config import QUANT_METHOD
 from hf_trainweights.models.host.models import quant_method
 from hf_trainweights.models.loading.conversion import loading_to_write
 from hf_trainweights.models.loading.stored_weights import parameter_names, saved_class
 
-# Weights for frameworks that nothing here reads.
-_FOREIGN = ("*.h5", "*.msgpack", "*.ot", "*.onnx*", "*.gguf", "*.tflite", "*.mlmodel*", "onnx/*", "openvino/*")
+_FOREIGN = (*FOREIGN_WEIGHTS, "onnx/*", "openvino/*")
 _TORCH = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -100,8 +100,9 @@ def saved_parameter_names(directory: str | os.PathLike[str]) -> set[str] | None:
 
 
 def read_config(source: str | os.PathLike[str]) -> PretrainedConfig:
-    """Return the configuration of a saved model; ConfigError: it is missing, a file, or cannot be read."""
+    """Return the configuration of a saved model; ConfigError: it is missing or unreadable, or has an adapter."""
     refuse_file(source)
+    refuse_adapter(source)
     try:
         return AutoConfig.from_pretrained(source)
     except TrainWeightsError:
@@ -114,6 +115,23 @@ def refuse_file(source: str | os.PathLike[str]) -> None:
     """Raise a ConfigError that names the directory to give, if a file stands where one of a model is expected."""
     if Path(source).is_file():
         raise ConfigError(str(source), "the directory of a model", "a file", f"Give {Path(source).absolute().parent}.")
+
+
+def refuse_adapter(source: str | os.PathLike[str]) -> None:
+    """Raise a ConfigError if a saved model has an adapter: Transformers would apply it, and save it alone.
+
+    Nobody knows whether the weights beside it are those that it was trained on, or have it merged in already.
+    """
+    try:
+        adapter = find_adapter_config_file(os.fspath(source))
+    except (OSError, ValueError):  # no name of a repository, which reading its configuration tells
+        return
+    if adapter is not None:
+        next_step = (
+            "Load it with PEFT, call merge_and_unload, save the model to another directory and give that. If the "
+            "weights beside it are to be read without it, move adapter_config.json out of the directory."
+        )
+        raise ConfigError(str(source), "a model by itself", "an adapter (adapter_config.json)", next_step)
 
 
 def _check_index(source: Path) -> None:
