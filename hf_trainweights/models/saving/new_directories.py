@@ -33,6 +33,8 @@ _LEFT_BEHIND = (
     *FOREIGN_WEIGHTS,
     *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.index*.json", "config.json", "README.md", ".*"),
     *("*.anchor", "trainer_state.json", "trainweights*.json", "_trainweights*"),
+    # Descriptions of weights that another quantizer wrote.
+    *("quantize_config.json", "quant_config.json", "hf_quant_config.json"),
     # Of accelerate and DeepSpeed.
     *("random_states_*.pkl", "custom_checkpoint_*.pkl", "latest", "zero_to_fp32.py"),
 )
