@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.peft_utils import find_adapter_config_file
 
 from hf_trainweights.errors import ConfigError, TrainWeightsError, UnsupportedError
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.files.weight_files import ENTRY_POINTS, FOREIGN_WEIGHTS, shard_names
 from hf_trainweights.models.choosing.config import QUANT_METHOD
 from hf_trainweights.models.host.checkpoints import checkpoint_tensors
-from hf_trainweights.models.host.models import base_prefix, quant_method
+from hf_trainweights.models.host.models import adapter_file, base_prefix, quant_method
 from hf_trainweights.models.loading.conversion import loading_to_write
 from hf_trainweights.models.loading.stored_weights import (
     check_is_float,
@@ -188,7 +187,7 @@ def refuse_adapter(source: str | os.PathLike[str]) -> None:
     Nobody knows whether the weights beside it are those that it was trained on, or have it merged in already.
     """
     try:
-        adapter = find_adapter_config_file(os.fspath(source))
+        adapter = adapter_file(os.fspath(source))
     except (OSError, ValueError):  # no name of a repository, which reading its configuration tells
         return
     if adapter is not None:
