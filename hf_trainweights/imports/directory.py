@@ -34,7 +34,7 @@ from hf_trainweights.models.saving.new_directories import copy_companions, new_d
 _KEYS = ("quantization_config", "compression_config")
 # Files of GPTQ, AWQ and ModelOpt that did so before, with the `quant_method` that they may leave out.
 _DESCRIPTIONS = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
-# What AWQ called sizes there.
+# Settings that AWQ calls otherwise there.
 _OLD_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
 
 # Sizes and numbers of modules in a configuration, as models name them, and which of them need no file to be believed.
@@ -61,7 +61,8 @@ def import_directory(source: str | os.PathLike[str], out: str | os.PathLike[str]
         ConfigError: `out` is not empty; the source is missing, cannot be read, has an adapter, is of no class of
             Transformers, lacks weights, or is of no layout that is known.
         CorruptFileError: A file of the source is damaged, or tensors do not fit each other.
-        UnsupportedError: No format of this package can hold a weight exactly, which is named.
+        UnsupportedError: No format of this package can hold a weight exactly, or the class has no place for a tensor
+            that is not zero; it is named.
         SaveError: `out` cannot be written.
 
     Examples:

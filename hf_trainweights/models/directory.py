@@ -72,6 +72,7 @@ def quantize_directory(
         CorruptFileError: A file of the source is damaged.
         QuantizationError: A weight holds NaN or Inf.
         SaveError: `out` cannot be written.
+        UnsupportedError: A layer of the class has no place for a tensor of the files that is not zero, such as a bias.
 
     Examples:
         >>> print(quantize_directory("llama", "llama-small", "int8"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Collection, Iterable
@@ -30,8 +31,7 @@ from hf_trainweights.models.loading.stored_weights import (
 
 _FOREIGN = (*FOREIGN_WEIGHTS, "onnx/*", "openvino/*")
 _TORCH = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-# Tensors that no weight needs: how another quantizer rounds activations and caches, and what older classes computed
-# once and saved.
+# Tensors that no weight needs: other quantizers round activations and caches by some, older classes computed the rest.
 _NO_WEIGHTS = re.compile(
     r"(.*\.)?(([kvq]|input|output|activation)_(scale|zero_point)(_ub)?|inv_freq|masked_bias|position_ids)"
 )
@@ -115,9 +115,8 @@ def _check_none_is_lost(
         next_step = (
             "Save the model with the class that it was trained as, or take these tensors out if they are no use."
         )
-        found = f"none for {', '.join(sorted(lost)[:_SHOWN])}{more}"
         expected = f"places in {type(model).__name__} for all weights of its files"
-        raise UnsupportedError(str(source), expected, found, next_step)
+        raise UnsupportedError(str(source), expected, f"none for {', '.join(sorted(lost)[:_SHOWN])}{more}", next_step)
 
 
 def _is_of_a_layer(name: str, model: PreTrainedModel) -> bool:
@@ -134,10 +133,11 @@ def _zeros(names: Collection[str], model: PreTrainedModel, folder: Path) -> set[
     stored, prefix = check_weight_files(weight_files(folder), folder), base_prefix(model)
     zeros = set()
     for name in names:
-        renamed = checkpoint_tensors(model, {name: torch.empty(0, device="meta")})
-        in_file = next(
-            (each for each in (name, *renamed, prefix + name, name.removeprefix(prefix)) if each in stored), ""
-        )
+        spellings = [name, prefix + name, name.removeprefix(prefix)]
+        # Operations of a conversion want tensors of their own shapes; such a name stands for several in the files.
+        with contextlib.suppress(Exception):
+            spellings += checkpoint_tensors(model, {name: torch.empty(0, device="meta")})
+        in_file = next((spelling for spelling in spellings if spelling in stored), "")
         if in_file and stored[in_file].kind == "float" and is_zero(stored[in_file].file, in_file):
             zeros.add(name)
     return zeros

@@ -108,7 +108,7 @@ def check_weight_files(
 def weight_files(directory: Path) -> list[Path]:
     """Return the weight files that a loader reads of a model; ConfigError: there are none that it looks for.
 
-    Of names that it does not look for a single file or index is taken, such as `gptq_model-4bit-128g.safetensors`.
+    A single file or index of another name is taken too, such as `gptq_model-4bit-128g.safetensors`.
     """
     candidates = [[directory / name for name in ENTRY_POINTS[:4] if (directory / name).exists()][:1]]
     candidates += [sorted(directory.glob(pattern)) for pattern in _SINGLE]

@@ -35,13 +35,13 @@ _LEFT_BEHIND = (
     *("*.anchor", "trainer_state.json", "trainweights*.json", "_trainweights*"),
     # Descriptions of weights that another quantizer wrote.
     *("quantize_config.json", "quant_config.json", "hf_quant_config.json"),
-    # Of accelerate and DeepSpeed.
+    # Files of accelerate and DeepSpeed.
     *("random_states_*.pkl", "custom_checkpoint_*.pkl", "latest", "zero_to_fp32.py"),
 )
 _CHUNK_BYTES = 1 << 20
 # Folders of tokenizers and processors, and of modules that sentence-transformers puts after the model.
 _FOLDERS = ("additional_chat_templates", "*tokenizer", "speaker_embeddings", "[0-9]_*")
-# Where sentence-transformers names the folders of these modules.
+# sentence-transformers names the folders of these modules there.
 _MODULES_NAME = "modules.json"
 _MODULES_AGAIN = "Download it again, or save the model again with sentence-transformers."
 _SHOWN_CHARACTERS = 200
@@ -107,12 +107,12 @@ def _module_folders(folder: Path) -> list[str]:
         try:
             names = [module["path"] for module in json.load(opened)]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            found = repr(error)[:_SHOWN_CHARACTERS]
-            raise CorruptFileError(str(file), "a list of modules, each with a path", found, _MODULES_AGAIN) from error
+            expected, problem = "a list of modules, each with a path", repr(error)[:_SHOWN_CHARACTERS]
+            raise CorruptFileError(str(file), expected, problem, _MODULES_AGAIN) from error
     for name in names:
         if not isinstance(name, str) or (name and not is_safe_name(name)):
-            found = repr(name)[:_SHOWN_CHARACTERS]
-            raise CorruptFileError(str(file), f"paths of folders in {folder}", found, _MODULES_AGAIN)
+            expected = f"paths of folders in {folder}"
+            raise CorruptFileError(str(file), expected, repr(name)[:_SHOWN_CHARACTERS], _MODULES_AGAIN)
     return [name for name in names if name]
 
 
