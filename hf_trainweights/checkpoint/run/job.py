@@ -38,10 +38,11 @@ from hf_trainweights.checkpoint.run.checkpoints import RNG_PREFIX, file_problem,
 from hf_trainweights.checkpoint.run.ranks import Ranks
 from hf_trainweights.errors import ConfigError, TrainWeightsError, UnsupportedError
 from hf_trainweights.files import disk
-from hf_trainweights.files.atomic import create_file, remove_files, replace_file, save_errors
+from hf_trainweights.files.atomic import create_file, keeping_permissions, remove_files, replace_file, save_errors
 from hf_trainweights.files.disk import lock_directory
 from hf_trainweights.files.reading import DigestedFile, file_sha256, is_torch_file
 from hf_trainweights.files.staging import remove_abandoned
+from hf_trainweights.files.weight_files import may_be_loaded
 from hf_trainweights.models.host.models import model_origin
 
 ANCHOR_EVERY_SAVES = 8
@@ -169,8 +170,10 @@ class SaveJob:
 
     @contextlib.contextmanager
     def open_file(self, name: str) -> Iterator[DigestedFile]:
-        """Open a file of the directory for writing."""
-        with (create_file if self.temporary else replace_file)(self.directory / name) as file:
+        """Open a file of the directory for writing; new weights have the permissions of those that they replace."""
+        path = self.directory / name
+        weights = (file for file in self.path.glob("*") if may_be_loaded(file.name))
+        with create_file(path) if self.temporary else replace_file(path, weights) as file:
             yield DigestedFile(file)
 
 
@@ -183,11 +186,12 @@ def rewriting(path: Path) -> Iterator[None]:
     """
     outcome = "Every file there is whole, old or new."
     with save_errors(path, outcome), lock_directory(path, wait=True):
-        times = path.stat()
+        times, manifest = path.stat(), path / MANIFEST_NAME
         try:
-            remove_files([path / MANIFEST_NAME])
-            remove_abandoned(path)
-            yield
+            with keeping_permissions(manifest):
+                remove_files([manifest])
+                remove_abandoned(path)
+                yield
         finally:
             with contextlib.suppress(OSError):  # whoever may write in a directory of others may not set its times
                 disk.file_system.set_times(path, times.st_atime_ns, times.st_mtime_ns)

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from zlib_ng import zlib_ng
 
-from hf_trainweights.checkpoint.dcp.metadata import Place
+from hf_trainweights.checkpoint.dcp.metadata import ITEM_SUFFIX, Place
 from hf_trainweights.checkpoint.encoded.decoder import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, Payload, encode_file, pickled
 from hf_trainweights.checkpoint.encoded.storage_tasks import Plan
@@ -202,7 +202,7 @@ class _RankFile:
 
 @contextlib.contextmanager
 def _new_file(path: Path, *, is_anchor: bool = False) -> Iterator[_RankFile]:
-    with replace_file(path) as file:
+    with replace_file(path, path.parent.glob(f"*{ITEM_SUFFIX}")) as file:
         digested = DigestedFile(file)
         joiner = _Joiner(digested) if is_anchor else None
         yield _RankFile(path.name, digested, joiner)

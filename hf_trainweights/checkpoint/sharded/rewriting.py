@@ -28,6 +28,7 @@ from hf_trainweights.checkpoint.dcp.metadata import ITEM_SUFFIX, Place
 from hf_trainweights.checkpoint.dcp.reader import ShardedContents, read_place, read_tensor_at
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest import (
+    MANIFEST_NAME,
     PLAIN_MODE,
     FileEntry,
     Manifest,
@@ -44,7 +45,7 @@ from hf_trainweights.checkpoint.sharded.conversion import verified_manifest, wri
 from hf_trainweights.checkpoint.sharded.rank_items import RankItems
 from hf_trainweights.checkpoint.sharded.writer import TrainWeightsWriter, write_items
 from hf_trainweights.errors import CorruptFileError, UnsupportedError
-from hf_trainweights.files.atomic import save_errors
+from hf_trainweights.files.atomic import keeping_permissions, save_errors
 from hf_trainweights.files.disk import is_old, lock_directory
 from hf_trainweights.files.staging import remove_abandoned
 
@@ -143,6 +144,7 @@ class ShardedLayout:
             for part in self._parts:
                 stack.enter_context(lock_directory(part, wait=True))
                 remove_abandoned(part)
+                stack.enter_context(keeping_permissions(part / MANIFEST_NAME))
             yield
 
     def _encode(

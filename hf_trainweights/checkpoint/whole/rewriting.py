@@ -371,7 +371,7 @@ def _to_safetensors(file: Path) -> str:
             {name: TensorToWrite.of(each) for name, each in load_file(file, mmap=True).items()},
             {"format": "pt"},
         )
-        move_file(aside, target)
+        move_file(aside, target, [file])
     finally:
         remove_files([aside])
     remove_files([file])
@@ -386,6 +386,7 @@ def replace_weights(path: Path, weights: Mapping[str, Any]) -> None:
     """
     inventory = Inventory(path)
     with rewriting(path):
-        with replace_file(path / WEIGHTS_NAME) as file:
+        replaced = inventory.replaced_by(WEIGHTS_NAME)
+        with replace_file(path / WEIGHTS_NAME, replaced) as file:
             torch.save(dict(weights), file)
-        remove_files(inventory.replaced_by(WEIGHTS_NAME))
+        remove_files(replaced)

@@ -214,7 +214,7 @@ def _keep_files(base: BaseWeights, directory: Path) -> tuple[Path, ...]:
             if base.base.repository is not None or file.name == target.name:
                 link_or_copy(file, target)
             else:
-                with replace_file(target) as copy:
+                with replace_file(target, [file]) as copy:
                     for chunk in read_chunks(file):
                         copy.write(chunk)
         kept.append(target)

@@ -93,6 +93,11 @@ def has_adapters(model: PreTrainedModel) -> bool:
     return bool(getattr(model, "peft_config", None)) if loaded is None else loaded
 
 
+def adapter_file(source: str) -> str | None:
+    """Return the file that describes the adapter of a saved model, in a directory or on the Hub; None without one."""
+    return private("utils.peft_utils", "find_adapter_config_file")(source)
+
+
 def tasks_of(class_name: str) -> list[str]:
     """Return the tasks of the Hub that a class of Transformers is for; none where a version has no table of them."""
     tables = getattr(import_module("transformers.modelcard"), "TASK_MAPPING", {})
