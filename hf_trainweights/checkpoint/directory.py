@@ -225,7 +225,7 @@ def compress_directory(
         buffers: Names of weights that are buffers. Default: what an earlier save recorded, else see `find_buffers`.
         optimizer_names: Names of the optimizer's parameters by their index in `optimizer.pt`.
         optimizer: The optimizer, or its class by name; lossy modes round states of torch's Adam and AdamW alone.
-            Default: what an earlier save recorded, else one of these two if the groups have exactly its settings.
+            Default: the recorded class, else one of these two if the groups have exactly its settings.
         metrics: For the manifest.
         anchor_every: The most checkpoints one anchor serves, at least 1.
         anchor: Plain weights outside the run, a directory or a file, that its first checkpoint is stored against.
@@ -254,9 +254,9 @@ def compress_directory(
     path = Path(path).absolute()
     base = BaseChoice.of(anchor, keep_base)
     wanted: dict[str, Any] = {"keep_weights": keep_weights, "weights_only": weights_only, "metrics": metrics}
-    known = {"optimizer_names": optimizer_names or {}, "optimizer_class": class_name(optimizer), "buffers": buffers}
+    training = {"optimizer_names": optimizer_names or {}, "optimizer_class": class_name(optimizer), "buffers": buffers}
     saves = require_count("anchor_every", anchor_every)
-    return layout_of(path).compress(SaveJob(path, Policy(mode, rules or {}), saves, base, **wanted, **known))
+    return layout_of(path).compress(SaveJob(path, Policy(mode, rules or {}), saves, base, **wanted, **training))
 
 
 def restore_directory(path: str | Path) -> Manifest:

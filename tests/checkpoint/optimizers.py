@@ -9,6 +9,12 @@ import torch
 from torch import Tensor, nn
 
 
+def begin(state: dict[str, Any], weight: Tensor) -> None:
+    """Make the states of a weight at the first step."""
+    if not state:
+        state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(weight), exp_avg_sq=torch.zeros_like(weight))
+
+
 class Adopt(torch.optim.Optimizer):
     """ADOPT (Taniguchi et al. 2024): exp_avg holds gradients that are divided already."""
 
@@ -42,9 +48,7 @@ class Prodigy(torch.optim.Optimizer):
         for group in self.param_groups:
             for weight in group["params"]:
                 state, d = self.state[weight], group["d"]
-                if not state:
-                    state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(weight))
-                    state["exp_avg_sq"] = torch.zeros_like(weight)
+                begin(state, weight)
                 state["step"] += 1
                 state["exp_avg"].mul_(0.9).add_(weight.grad, alpha=d * 0.1)
                 state["exp_avg_sq"].mul_(0.999).addcmul_(weight.grad, weight.grad, value=d**2 * 1e-3)
@@ -63,9 +67,7 @@ class Lamb(torch.optim.Optimizer):
         for group in self.param_groups:
             for weight in group["params"]:
                 state = self.state[weight]
-                if not state:
-                    state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(weight))
-                    state["exp_avg_sq"] = torch.zeros_like(weight)
+                begin(state, weight)
                 state["step"] += 1
                 state["exp_avg"].lerp_(weight.grad, 0.1)
                 state["exp_avg_sq"].lerp_(weight.grad.square(), 1e-3)

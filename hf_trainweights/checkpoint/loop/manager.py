@@ -49,7 +49,7 @@ class CheckpointManager:
     the save. They are Python's, numpy's and torch's on CPU and CUDA; those of MPS and XPU are not saved.
 
     A loop over several passes calls `steps` once for each, one after the other. Passes that are done yield nothing. The
-    loop does again what it does between them, such as a scheduler's step or adding a group of parameters. So optimizer,
+    loop repeats its work between them, such as a scheduler's step or adding a group of parameters. So optimizer,
     scheduler and scaler are restored when the first pass begins that is not done, over all of that. The model has the
     weights of the checkpoint from the first call on. A loop whose passes are all done has the rest when it leaves the
     block. A DataLoader with `persistent_workers` starts new workers for each pass.
@@ -109,7 +109,7 @@ class CheckpointManager:
         self._metrics: dict[str, Any] = {}
         self._parts: tuple[Any, ...] = ()  # model, optimizer, scheduler, scaler
         self._pass: Pass | None = None
-        self._checkpoint: dict[str, Any] | None = None  # what is still to be restored
+        self._checkpoint: dict[str, Any] | None = None  # the one to be restored, until it is
         self._progress = Progress()
         self._ranks = Ranks()
         self._saved_step: int | None = None

@@ -114,7 +114,7 @@ class Pass(Iterator[tuple[int, Any]]):
         return next(self._steps)
 
     def close(self, why: str | None = None) -> None:
-        """End the pass; `why` is what a loop is told that wants more of it."""
+        """End the pass. A loop that asks for more of it gets `why` in an error."""
         if inspect.getgeneratorstate(self._steps) != inspect.GEN_CLOSED:  # then it is complete
             self._ended_by = why
         self._steps.close()

@@ -68,7 +68,7 @@ _WRAPPERS = {
 # A subclass that replaces one of them moves weights by a rule of its own, or saves other states.
 _METHODS_OF_A_RULE = ("step", "_init_group", "state_dict")
 
-# What torch's Adam and AdamW record in a group: since torch 1.0, what later versions added, and what schedulers add.
+# Settings that torch's Adam and AdamW record in a group: those of every version, then later ones and schedulers'.
 _SETTINGS_OF_ADAM = frozenset({"lr", "betas", "eps", "weight_decay", "amsgrad"})
 _LATER_SETTINGS = frozenset(
     {"maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay", "params", "param_names"}
@@ -85,11 +85,12 @@ def class_name(optimizer: Any) -> str | None:
         return None
     if isinstance(optimizer, str):
         name = optimizer.removeprefix("torch.optim.")
-        return next((known for known in RULES if known == f"torch.optim.{name.lower()}.{name}"), optimizer)
+        torchs = f"torch.optim.{name.lower()}.{name}"
+        return torchs if torchs in RULES else optimizer
     own = _qualified(type(optimizer))
     if own in _WRAPPERS:
         return class_name(getattr(optimizer, _WRAPPERS[own]))
-    base = next((each for each in type(optimizer).__mro__ if _qualified(each) in RULES), None)
+    base = next((cls for cls in type(optimizer).__mro__ if _qualified(cls) in RULES), None)
     return own if base is None or _replaces(type(optimizer), base) else _qualified(base)
 
 
@@ -129,8 +130,8 @@ def states_entry(
 ) -> dict[str, Any]:
     """Return the entry under `STATES_KEY`: the class of an optimizer, and the roles of its states that were rounded.
 
-    `tensors` are the rows of its states in a report. Where a lossy mode knows no rule for any of them, the log says so
-    once for each class.
+    `tensors` are the rows of its states in a report. The log says once for each class if a lossy mode knows no rule for
+    any of them.
     """
     if is_lossy and tensors and not any(row["role"] in MOMENTS for row in tensors):
         _say_that_states_stay_exact(optimizer_class)
@@ -160,5 +161,5 @@ def _qualified(cls: type) -> str:
 
 def _replaces(cls: type, base: type) -> bool:
     """Return whether a class replaces a method of a rule; torch wraps `step` in each class that is made first."""
-    methods = ((getattr(each, name, object) for each in (cls, base)) for name in _METHODS_OF_A_RULE)
+    methods = ((getattr(cls, name, object), getattr(base, name, object)) for name in _METHODS_OF_A_RULE)
     return any(inspect.unwrap(own) is not inspect.unwrap(inherited) for own, inherited in methods)

@@ -243,7 +243,7 @@ def second_moments(
 
 def _adam_drift_rms(state: Mapping[str, Any], group: Mapping[str, Any], most_steps: int) -> float:
     steps, (beta1, beta2) = float(state["step"]), map(float, group["betas"])
-    # With amsgrad updates are divided by the largest second moment so far.
+    # Adam with amsgrad divides updates by the largest second moment so far.
     first, second = state["exp_avg"], state.get("max_exp_avg_sq", state["exp_avg_sq"])
     if steps < 1 or not first.numel() or first.shape != second.shape:
         return 0.0
