@@ -32,6 +32,7 @@ from hf_trainweights.checkpoint.manifest import (
     with_earlier_rounding,
     write_manifest,
 )
+from hf_trainweights.checkpoint.planning.optimizers import recorded_class
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.anchors import unused_anchors
 from hf_trainweights.checkpoint.run.checkpoints import RNG_PREFIX, file_problem, list_files, trainer_state
@@ -147,8 +148,9 @@ class SaveJob:
     """One checkpoint that is being saved: in a `temporary` directory that becomes `path`, or else where it lies.
 
     `anchor_every` is the most checkpoints that one anchor serves; None for a checkpoint that needs no other. The last
-    five serve where it lies: `buffers` is None if the checkpoint itself tells, `optimizer_names` are by their index in
-    the optimizer's state, and `weights_only` takes a model without training state as well.
+    six serve where it lies: `buffers` is None if the checkpoint itself tells, `optimizer_names` are by their index in
+    the optimizer's state, `optimizer_class` is None if nobody knows it, and `weights_only` takes a model without
+    training state as well.
     """
 
     path: Path
@@ -160,6 +162,7 @@ class SaveJob:
     keep_weights: bool = False
     buffers: Collection[str] | None = None
     optimizer_names: Mapping[Any, str] = field(default_factory=dict)
+    optimizer_class: str | None = None
     metrics: Mapping[str, Any] | None = None
     weights_only: bool = False
 
@@ -167,6 +170,15 @@ class SaveJob:
     def directory(self) -> Path:
         """Where its files are written, and large payloads wait."""
         return self.temporary or self.path
+
+    def is_done(self, previous: Manifest, choices: Mapping[str, Any]) -> bool:
+        """Return whether a checkpoint was made small by these choices already, knowing as much of its optimizer."""
+        is_news = self.optimizer_class not in (None, recorded_class(previous.metadata))
+        return choices.items() <= previous.metadata.items() and not is_news
+
+    def class_after(self, previous: Manifest | None) -> str | None:
+        """Return the class of the optimizer, as an earlier save recorded it where the job does not know it."""
+        return self.optimizer_class or (recorded_class(previous.metadata) if previous else None)
 
     @contextlib.contextmanager
     def open_file(self, name: str) -> Iterator[DigestedFile]:
