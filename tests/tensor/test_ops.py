@@ -541,7 +541,6 @@ def test_embedding_refuses_a_negative_index_as_a_float_weight_does() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize(
     "op",
     [
@@ -731,7 +730,6 @@ def test_views_and_products_compile_to_one_graph(mode: Callable[[], Any]) -> Non
 
 
 @pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_inductor_is_as_close_as_to_the_dense_weight() -> None:
     model = TwoLayers("int4").eval()
     compiled = torch.compile(model, fullgraph=True)
