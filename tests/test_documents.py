@@ -59,6 +59,7 @@ def test_the_reference_has_every_public_name(room: str) -> None:
 
 # Folders whose files a document may name; the package's own also by their path within it.
 FOLDERS = {path.name for parent in (ROOT, PACKAGE) for path in parent.iterdir() if path.is_dir()} | {"native"}
+FOLDERS -= {"build", "dist"}  # these are made
 EXAMPLES = {"hf_trainweights/formats/float8_e5m2.py", "models/1.2.0/model.torchscript.pt"}  # a reader makes these
 OF_OTHERS = {"tests/test_custom_models.py", "tests/test_quantization.py"}  # those of PEFT
 

@@ -119,7 +119,7 @@ def _saved_program(model: nn.Module, program: torch.export.ExportedProgram) -> m
 
 def _compile_program(model: nn.Module, program: torch.export.ExportedProgram, path: Path) -> None:
     with warnings.catch_warnings(), tracer_errors(model, "AOTInductor", "Leave out aot."):
-        # The compiler itself uses what PyTorch deprecates, TorchScript for one.
+        # The compiler itself uses deprecated parts of PyTorch, TorchScript for one.
         warnings.filterwarnings("ignore", message=".*torch.jit.*")
         warnings.simplefilter("ignore", FutureWarning)
         torch._inductor.aoti_compile_and_package(program, package_path=str(path))
