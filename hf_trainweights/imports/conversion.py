@@ -104,6 +104,8 @@ class Skeleton:
         try:
             with torch.device("meta"):
                 self._model = cls(config)
+        except Warning:
+            raise
         except Exception as error:
             # What is wrong in a configuration, Transformers tells by whatever error that leads to.
             expected, found = f"what {cls.__name__} can be built of", f"{type(error).__name__}: {error}"[:200]

@@ -328,8 +328,7 @@ def test_a_torchscript_copy_computes_what_the_model_computes(saver, tmp_path, is
     assert metadata["has_torchscript"] is True
     path = tmp_path / "models" / "1.0" / "model.torchscript.pt"
     assert metadata["files"][path.name]["size_bytes"] == path.stat().st_size
-    with pytest.warns(DeprecationWarning, match=r"torch\.jit\.load"):
-        script = torch.jit.load(path)
+    script = torch.jit.load(path)
     x = torch.randn(3, 64)
     float_model = copy.deepcopy(model)
     dequantize_(float_model)

@@ -84,6 +84,8 @@ class RankItems:
         data = self.resolve(item).getvalue()
         try:
             torch.load(io.BytesIO(data), weights_only=True)
+        except Warning:
+            raise
         except Exception as error:
             next_step = "Store numbers, strings, lists, dicts and tensors: nothing else is loaded without trust."
             called = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))

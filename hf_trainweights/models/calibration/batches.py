@@ -87,6 +87,8 @@ def written_by(model: PreTrainedModel) -> list[dict[str, Tensor]]:
     starts = torch.randint(embeddings.weight.shape[0], (windows, 1), generator=generator)
     try:
         return [{"input_ids": _write(model, each, generator)} for each in starts.split(_TEXTS_A_BATCH)]
+    except Warning:
+        raise
     except Exception as error:
         # Whatever a model raises that takes no cache, or fewer positions than a window.
         found = f"{type(model).__name__}, with {type(error).__name__}: {error}"

@@ -115,7 +115,7 @@ def run_model(module: nn.Module, batch: Batch) -> None:
         module(inputs[""]) if "" in inputs else module(**inputs)
     except Stopped:
         return
-    except ConfigError:
+    except (ConfigError, Warning):
         raise
     except Exception as error:
         raise does_not_run(error) from error

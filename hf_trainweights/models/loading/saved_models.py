@@ -85,7 +85,7 @@ def load_saved(
     try:
         with loading_to_write(spill):
             model, report = cls.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
-    except TrainWeightsError:
+    except (TrainWeightsError, Warning):
         raise
     except Exception as error:
         # What is wrong in a model's files, Transformers tells by whatever error that leads to.
@@ -147,6 +147,8 @@ def load_tokenizer(source: str | os.PathLike[str], where: str, next_step: str) -
     """Load the tokenizer of a saved model, to read texts that the argument `where` gives."""
     try:
         return AutoTokenizer.from_pretrained(source)
+    except Warning:
+        raise
     except Exception as error:
         # What is wrong in a tokenizer's files, Transformers tells by whatever error that leads to.
         raise ConfigError(where, f"a tokenizer in {source}", "none that loads", next_step) from error
@@ -169,7 +171,7 @@ def read_config(source: str | os.PathLike[str]) -> PretrainedConfig:
     refuse_adapter(source)
     try:
         return AutoConfig.from_pretrained(source)
-    except TrainWeightsError:
+    except (TrainWeightsError, Warning):
         raise
     except Exception as error:
         raise _cannot_load(source, error) from error

@@ -183,6 +183,8 @@ def _read_bin(file: Path) -> dict[str, Tensor]:
             "It is not loaded with weights_only=False: that would run whatever code it holds. Convert it where you "
             "trust it, to safetensors.",
         ) from error
+    except Warning:
+        raise
     except Exception as error:
         # Damaged bytes make the unpickler raise whatever the operation raises that they have become.
         raise CorruptFileError(str(file), "a file that torch.save wrote", _reason(error), _AGAIN) from error
