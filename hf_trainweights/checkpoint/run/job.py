@@ -146,8 +146,9 @@ class SaveJob:
     """One checkpoint that is being saved: in a `temporary` directory that becomes `path`, or else where it lies.
 
     `anchor_every` is the most checkpoints that one anchor serves; None for a checkpoint that needs no other. The last
-    five serve where it lies: `buffers` is None if the checkpoint itself tells, `optimizer_names` are by their index in
-    the optimizer's state, and `weights_only` takes a model without training state as well.
+    six serve where it lies: `buffers` is None if the checkpoint itself tells, `optimizer_names` are by their index in
+    the optimizer's state, `renamed` are the names that weights have in modules by those in the files, and
+    `weights_only` takes a model without training state as well.
     """
 
     path: Path
@@ -159,6 +160,7 @@ class SaveJob:
     keep_weights: bool = False
     buffers: Collection[str] | None = None
     optimizer_names: Mapping[Any, str] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
     metrics: Mapping[str, Any] | None = None
     weights_only: bool = False
 

@@ -38,7 +38,7 @@ from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, RunBase, Save
 from hf_trainweights.checkpoint.run.ranks import Ranks, all_ranks
 from hf_trainweights.checkpoint.whole.rewriting import replace_weights
 from hf_trainweights.errors import ConfigError, CorruptFileError
-from hf_trainweights.models.host.checkpoints import converted_names
+from hf_trainweights.models.host.checkpoints import converted_names, renamed_tensors
 from hf_trainweights.models.host.ranks import Sharding, sharding_of
 
 _logger = logging.get_logger(__name__)
@@ -312,10 +312,11 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
                 return
         elif not args.should_save or not directory.is_dir() or sharding is Sharding.OTHER:
             return
-        module, names = extract_model_from_parallel(model), {}
+        module, names, renamed = extract_model_from_parallel(model), {}, {}
         try:
             if sharding is Sharding.NONE:  # what is gathered from several ranks has names
                 names = optimizer_parameter_names(module, optimizer)
+                renamed = renamed_tensors(module)
                 self._replace_converted_weights(module, directory, keep=args.push_to_hub)
         except Exception as error:
             self._backlog.blame(directory, error, f"{directory.name} stays as the Trainer wrote it:")
@@ -331,6 +332,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             keep_weights=bool(args.push_to_hub),
             buffers=_plain_names(module.named_buffers(remove_duplicate=False)),
             optimizer_names=names,
+            renamed=renamed,
             metrics=_newest_metrics(state),
         )
         self._backlog.add(job)

@@ -255,7 +255,7 @@ def _weights_to_store(
     if is_lossy(source):
         return None
     file_name = ADAPTER_WEIGHTS_NAME if is_adapter else WEIGHTS_NAME
-    state = read_weights(source)
+    state = {job.renamed.get(name, name): tensor for name, tensor in read_weights(source).items()}
     job.policy.require_used([*map(str, state), *optimizer.names.values()])
     buffers = _recorded_buffers(path, previous, file_name) if job.buffers is None else job.buffers
     buffers = find_buffers(state, optimizer.state) if buffers is None else buffers
