@@ -351,7 +351,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         if keep:
             return
         weights = {name: tensor.detach() for name, tensor in module.state_dict().items()}
-        replace_weights(directory.absolute(), weights)
+        replace_weights(directory, weights)
 
     def _sharding(self, args: TrainingArguments, state: TrainerState) -> Sharding:
         # Only the Trainer knows the directory of a trial; checkpoints right in the output directory are of another run.
@@ -368,8 +368,8 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
 
 
 def _checkpoint_of(args: Any, state: Any) -> Path:
-    """Return the directory of the checkpoint that belongs to the step."""
-    return Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
+    """Return the directory of the checkpoint that belongs to the step, also for a program that goes elsewhere later."""
+    return Path(args.output_dir or "").absolute() / f"checkpoint-{state.global_step}"
 
 
 def _newest_metrics(state: Any) -> dict[str, float]:
