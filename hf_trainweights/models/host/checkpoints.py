@@ -23,7 +23,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 from hf_trainweights.models.host import private, private_attribute, unsupported
-from hf_trainweights.models.host.models import has_adapters
+from hf_trainweights.models.host.models import base_prefix, has_adapters
 from hf_trainweights.tensor.guards import is_guard, name_for_transformers, name_in_file
 from hf_trainweights.tensor.stored_names import parse_stored_name
 
@@ -215,11 +215,14 @@ class ModuleNames:
         tensors = {key.removeprefix(prefix): tensor for key, tensor in state_dict.items() if key.startswith(prefix)}
         names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         names |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
-        unknown = {name for name in tensors if _weight_of(name) not in names}
+        unknown, prefix_of_base = {name for name in tensors if _weight_of(name) not in names}, base_prefix(module)
         for conversions in _conversions_of(module) if unknown else ():
             for name in sorted(unknown, key=private("core_model_loading", "dot_natural_key")):
                 target, converter, pattern = _made_of(name, tensors[name], conversions)
-                if _weight_of(target) not in names:
+                # A load takes the base model's prefix away, or puts it there, where that makes a name of the model.
+                others = (target.removeprefix(prefix_of_base), prefix_of_base + target) if converter is None else ()
+                target = next((each for each in (target, *others) if _weight_of(each) in names), None)
+                if target is None:
                     continue
                 unknown.remove(name)
                 tensor = state_dict.pop(prefix + name)

@@ -17,7 +17,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import Transpose, WeightConverter
+from transformers.core_model_loading import Transpose, WeightConverter, WeightRenaming
 from transformers.trainer_utils import load_sharded_checkpoint
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, export_compressed_tensors, quantize_
@@ -140,6 +140,23 @@ def test_a_quantized_model_takes_what_its_own_files_rename_split_and_merge(
     else:
         result = model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
         assert result.unexpected_keys == []
+    assert_equal(values(model), expected)
+
+
+@pytest.mark.slow
+def test_a_renaming_that_leads_astray_by_the_base_models_prefix_is_followed_as_a_load_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ARCHITECTURES["llama"].build()
+    quantize_(model, "int8")
+    model.save_pretrained(tmp_path)
+    expected = values(model)
+    everything_below = [WeightRenaming("^", "model.")]
+    monkeypatch.setattr(model, "_weight_conversions", everything_below, raising=False)
+    tensors = {name.removeprefix("model."): each for name, each in load_file(tmp_path / "model.safetensors").items()}
+    torch.nn.init.zeros_(model.get_parameter("lm_head.weight"))
+    torch.nn.init.zeros_(model.get_parameter("model.norm.weight"))
+    assert model.load_state_dict(tensors, strict=False).unexpected_keys == []
     assert_equal(values(model), expected)
 
 
