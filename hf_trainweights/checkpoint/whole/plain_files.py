@@ -18,11 +18,11 @@ from hf_trainweights.files.safetensors_file import TensorToWrite, write_safetens
 
 
 def restore_file(file: Path) -> dict[str, float]:
-    """Write a plain file in the place of an encoded one, and return by role what this had lost."""
+    """Write a plain file in the place of an encoded one, and return by role the rounding that the encoded one had."""
     tree, rounding, status = load_file(file), reported_rounding(read_report(file)), file.stat()
     with replace_file(file) as plain:
         torch.save(tree, plain)
-    # Where two files hold an optimizer's state the newer one counts.
+    # The newer of two files with an optimizer's state counts.
     disk.file_system.set_times(file, status.st_atime_ns, status.st_mtime_ns)
     return rounding
 
@@ -45,7 +45,7 @@ def _write_each_once(target: Path, weights: Mapping[str, Tensor]) -> None:
     """Write weights as safetensors does: a shared tensor under its first name, and the others as notes of that name."""
     first: dict[object, str] = {}
     notes = {"format": "pt"}
-    for name, each in weights.items():
-        known = first.setdefault((each.data_ptr() or name, each.shape, each.dtype), name)
-        notes |= {} if known == name else {name: known}
+    for name, weight in weights.items():
+        written_name = first.setdefault((weight.data_ptr() or name, weight.shape, weight.dtype), name)
+        notes |= {} if written_name == name else {name: written_name}
     write_safetensors(target, {name: TensorToWrite.of(weights[name]) for name in first.values()}, notes)
