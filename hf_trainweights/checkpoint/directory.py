@@ -215,7 +215,9 @@ def compress_directory(
     """Turn a checkpoint directory of the Trainer, or of torch.save, into a small one.
 
     Weights become one `pytorch_model.bin` (`adapter_model.bin`), other torch files keep their names; a file that
-    cannot be encoded stays as it is, with a warning. Calling it again with the same choices changes nothing.
+    cannot be encoded stays as it is, with a warning. So do safetensors of accelerate's `save_state`: it loads tied
+    weights from no other file unless `safe_serialization=False` wrote it. Calling it again with the same choices
+    changes nothing.
 
     Args:
         path: The directory. Others called `checkpoint-<step>` beside it may hold the anchor.

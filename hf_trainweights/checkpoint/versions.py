@@ -58,7 +58,7 @@ class VersionedModelSaver:
     """
 
     def __init__(self, base_dir: str | Path):
-        self._base_dir = Path(base_dir)
+        self._base_dir = Path(base_dir).absolute()
 
     def save(
         self,

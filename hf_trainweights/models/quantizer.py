@@ -27,6 +27,7 @@ from hf_trainweights.models.choosing.summary import (
     say_if_slow,
 )
 from hf_trainweights.models.host.checkpoints import (
+    ModuleNames,
     drop_conversions,
     expect_unused,
     make_converter,
@@ -263,6 +264,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         if self.pre_quantized:
             restore_merging(model)
         attach_methods(model)
+        model.register_load_state_dict_pre_hook(ModuleNames())
         model.register_load_state_dict_pre_hook(FoldStoredTensors(self.state.default))
         return model
 

@@ -100,7 +100,7 @@ class CheckpointManager:
         anchor: str | Path | None = None,
         keep_base: bool = False,
     ):
-        self._root = Path(root)
+        self._root = Path(root).absolute()
         self._policy = Policy(mode, rules or {})
         self._every_steps = require_count("every_steps", every_steps)
         self._keep_last = None if keep_last is None else require_count("keep_last", keep_last)

@@ -194,7 +194,8 @@ def _encode_delta(job: SaveJob, weights: Weights, candidate: WeightsAnchor, file
         if written.anchor_sha256:
             record = candidate.after_delta(_bits_per_weight(written, weights.state), moved, is_exact=is_exact)
             if isinstance(anchor, BaseWeights):
-                keeps = candidate.keeps_base or (job.base is not None and job.base.keep)
+                files = anchor.files.values()
+                keeps = candidate.keeps_base or (job.base is not None and job.base.is_kept_by(job.path, files))
                 links, base = _keep_files(anchor, job.directory) if keeps else (), anchor.base
             else:
                 links = anchor.files

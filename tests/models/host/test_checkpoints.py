@@ -11,13 +11,16 @@ import accelerate
 import pytest
 import torch
 from architectures import ARCHITECTURES
+from checkpoint.trainers import assert_equal
+from covering import exhaustive
 from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import Transpose, WeightConverter
+from transformers.core_model_loading import Transpose, WeightConverter, WeightRenaming
+from transformers.trainer_utils import load_sharded_checkpoint
 
-from hf_trainweights import TrainWeightsConfig, export_compressed_tensors, quantize_
+from hf_trainweights import QuantizedTensor, TrainWeightsConfig, export_compressed_tensors, quantize_
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.models.host.checkpoints import (
     checkpoint_tensors,
@@ -109,6 +112,72 @@ def test_modules_that_transformers_does_not_convert_have_no_converted_names(tmp_
     assert converted_names(quantized) == set()
     model.add_adapter(LoraConfig(target_modules=["query_key_value"]))
     assert converted_names(model) == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_shards", [True, False])
+@pytest.mark.parametrize(
+    ("name", "in_float"),
+    [
+        ("mixtral", "re:.*down_proj"),
+        *exhaustive(("deepseek_v3", "re:.*experts.gate_up_proj"), ("vit", "re:.*fc1"), ("gpt_neox", "re:.*dense")),
+    ],
+)
+def test_a_quantized_model_takes_what_its_own_files_rename_split_and_merge(
+    tmp_path: Path, name: str, in_float: str, in_shards: bool
+) -> None:
+    model = ARCHITECTURES[name].build()
+    quantize_(model, TrainWeightsConfig("int8", modules_to_not_convert=[in_float]))
+    model.save_pretrained(tmp_path, max_shard_size="20KB" if in_shards else "1GB")
+    expected = values(model)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            for stored in tensor.tensors.values() if isinstance(tensor, QuantizedTensor) else [tensor]:
+                stored.zero_()
+    if in_shards:
+        assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+        load_sharded_checkpoint(model, str(tmp_path), strict=False)
+    else:
+        result = model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
+        assert result.unexpected_keys == []
+    assert_equal(values(model), expected)
+
+
+@pytest.mark.slow
+def test_a_renaming_that_leads_astray_by_the_base_models_prefix_is_followed_as_a_load_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ARCHITECTURES["llama"].build()
+    quantize_(model, "int8")
+    model.save_pretrained(tmp_path)
+    expected = values(model)
+    everything_below = [WeightRenaming("^", "model.")]
+    monkeypatch.setattr(model, "_weight_conversions", everything_below, raising=False)
+    tensors = {name.removeprefix("model."): each for name, each in load_file(tmp_path / "model.safetensors").items()}
+    torch.nn.init.zeros_(model.get_parameter("lm_head.weight"))
+    torch.nn.init.zeros_(model.get_parameter("model.norm.weight"))
+    assert model.load_state_dict(tensors, strict=False).unexpected_keys == []
+    assert_equal(values(model), expected)
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor.clone()
+        for name, tensor in model.state_dict().items()
+    }
+
+
+@pytest.mark.slow
+def test_a_model_takes_the_files_of_one_that_named_its_weights_otherwise(tmp_path: Path) -> None:
+    model = ARCHITECTURES["mixtral"].build()
+    quantize_(model, "int8")
+    gate = "model.layers.1.mlp.gate.weight"
+    expected = model.get_parameter(gate).detach().clone()
+    for original in (True, False):
+        model.save_pretrained(tmp_path, save_original_format=original)
+        torch.nn.init.zeros_(model.get_parameter(gate))
+        model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
+        assert torch.equal(model.get_parameter(gate), expected)
 
 
 def test_names_that_transformers_does_not_save_are_told() -> None:
