@@ -11,7 +11,7 @@ import copy
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Self
@@ -24,6 +24,7 @@ from transformers.utils import logging
 
 from hf_trainweights.models.host import private, private_attribute, unsupported
 from hf_trainweights.models.host.models import has_adapters
+from hf_trainweights.models.host.renaming import conversions_of_class, without
 
 try:
     from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
@@ -99,16 +100,44 @@ class MergingConverter(Converter):
         return super().convert(layer_name, model, config, hf_quantizer, loading_info)
 
 
+class StoredConverter(Converter):
+    """A converter of the stored tensors of quantized weights; it asks a function for the parameter of each."""
+
+    __slots__ = ("find",)
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """Return the parameter that a stored tensor belongs to, and the pattern under which it is collected.
+
+        This does not count as a use: a save reverts what was used, and this converter has no inverse.
+        """
+        found = self.find(source_key)
+        return (source_key, None) if found is None else (found[0], _pattern(found[1]))
+
+
 def make_converter(
-    source_patterns: list[str], target_pattern: str, operation: QuantizerOp, on_cpu: bool = False
+    find: Callable[[str], tuple[str, str] | None],
+    suffixes: Iterable[str],
+    operation: QuantizerOp,
+    on_cpu: bool = False,
 ) -> WeightConverter:
-    """Return a converter that makes one parameter of several tensors; the patterns are the ends of their names.
+    """Return a converter that makes one parameter of several tensors, as `find` tells parameter and suffix of each.
 
     With `on_cpu` the operation gets the tensors on the CPU, wherever the parameter is to be.
     """
-    return Converter(
-        source_patterns=source_patterns, target_patterns=target_pattern, operations=[operation], force_cpu=on_cpu
-    )
+    patterns = [_pattern(suffix) for suffix in suffixes]
+    converter = StoredConverter(patterns, "weight", operations=[operation], force_cpu=on_cpu)
+    converter.find = find
+    return converter
+
+
+def _pattern(suffix: str) -> str:
+    # Patterns are keys as well. This one is no name, nor a pattern of a model.
+    return f":{suffix}"
+
+
+def collected_by_suffix(collected: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a converter of `make_converter` has collected, by suffix; a guard, which has a name, is left out."""
+    return {key[1:]: value for key, value in collected.items() if key.startswith(":")}
 
 
 def offer_before_merging(conversion: Any) -> Any:
@@ -134,24 +163,14 @@ def merges_experts(conversion: Any) -> bool:
     return kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
 
 
-def drop_conversions(model: PreTrainedModel, operation: type[QuantizerOp]) -> None:
-    """Make a model forget converters that it was loaded by, so that saving does not try to revert them."""
-    conversions: Any = getattr(model, "_weight_conversions", None)
-    if conversions is not None:
-        kept = [c for c in conversions if not any(isinstance(op, operation) for op in getattr(c, "operations", ()))]
-        model._weight_conversions = kept  # pyright: ignore[reportArgumentType]  (nn.Module takes any attribute)
+def restore_converters(model: PreTrainedModel) -> None:
+    """Let a float save of a model write what a save of a model that was never quantized does, such as single experts.
 
-
-def restore_merging(model: PreTrainedModel) -> None:
-    """Let a float save of a model write experts one by one, as a save of a model that was never quantized does.
-
-    Transformers reverts the conversions that a load has used, and a quantized checkpoint has its experts merged.
+    Transformers reverts the conversions that a load has used, and a quantized checkpoint has parameters of the model.
     """
     used: list[Any] = getattr(model, "_weight_conversions", None) or []
-    merged = {name for conversion in used for name in conversion.target_patterns}
-    of_class = private("conversion_mapping", "get_model_conversion_mapping")(model, add_legacy=False)
-    missing = [each for each in of_class if merges_experts(each) and merged.isdisjoint(each.target_patterns)]
-    model._weight_conversions = [*used, *missing]  # pyright: ignore[reportArgumentType]  (nn.Module takes any attribute)
+    converters = [each for each in conversions_of_class(model) if isinstance(each, WeightConverter)]
+    model._weight_conversions = [*used, *without(converters, used)]  # pyright: ignore[reportArgumentType]  (nn.Module takes any attribute)
 
 
 def expect_unused(model: PreTrainedModel, name: str) -> None:

@@ -54,6 +54,11 @@ class StoredWeight(NamedTuple):
     kind: Literal["float", "quantized", "guard"] = "float"
     is_coded: bool = False
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether the file has it under the names of stored tensors, not under its own."""
+        return self.is_coded or self.kind == "quantized"
+
 
 def check_weight_files(
     files: Iterable[str | os.PathLike[str]], directory: str | os.PathLike[str] = ""
