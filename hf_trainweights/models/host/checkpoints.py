@@ -35,6 +35,9 @@ except ImportError as error:
 # for another rank.
 NamedLoad = tuple[str, Callable[[], Tensor | None]]
 
+MISSING = "is missing"
+"""What `names_of_load` says of a parameter that is not in a checkpoint."""
+
 # Above the level of every message.
 _NOTHING = 100
 
@@ -234,6 +237,31 @@ def read_by(
             finish(model, options, report)
     finally:
         logging.set_verbosity(verbosity)
+
+
+def names_of_load(model: PreTrainedModel, tensors: Mapping[str, Tensor], conversions: Sequence[Any]) -> dict[str, str]:
+    """Return for each name that a load of tensors into a skeleton gets wrong what is wrong with it.
+
+    All are on the meta device, so only names and shapes are compared.
+    """
+    load = private("core_model_loading", "convert_and_load_state_dict_in_model")
+    options = private("modeling_utils", "LoadStateDictConfig")(
+        device_map={"": "meta"}, weight_mapping=conversions, ignore_mismatched_sizes=True
+    )
+    shows_progress = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        report, _ = load(model, dict(tensors), options)
+    finally:
+        if shows_progress:
+            logging.enable_progress_bar()
+    private_attribute(model, "_adjust_missing_and_unexpected_keys")(report)
+    return {
+        **dict.fromkeys(set(report.missing_keys) - names_not_saved(model), MISSING),
+        **dict.fromkeys(report.unexpected_keys, "is none of the model's"),
+        **{name: "has another shape" for name, *_ in report.mismatched_keys},
+        **dict.fromkeys(report.conversion_errors, "cannot be put together"),
+    }
 
 
 class _SaveFile:
