@@ -30,7 +30,7 @@ from hf_trainweights.models.host.checkpoints import (
     expect_unused,
     make_converter,
     offer_before_merging,
-    restore_converters,
+    restore_conversions,
 )
 from hf_trainweights.models.host.ranks import failing_alike, is_loaded_by_ranks, read_whole, run_on_parts
 from hf_trainweights.models.host.renaming import StoredNames
@@ -251,7 +251,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
                 say_if_head_is_large(self.summary())
         return_freed_memory()
         if self.pre_quantized:
-            restore_converters(model)
+            restore_conversions(model, [choice.name for choice in self.summary().quantized])
         attach_methods(model)
         model.register_load_state_dict_pre_hook(FoldStoredTensors(self.state.default))
         return model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from hf_trainweights.files.digests import write_digests
 NAMES = ("llama_tied", "mixtral", "gpt2", "t5", "whisper", "clip", "vit", "mamba")
 
 
-def saved(name: str, directory: Path, **options: object) -> Path:
+def saved(name: str, directory: Path, **options: Any) -> Path:
     model = ARCHITECTURES[name].build()
     quantize_(model, TrainWeightsConfig("int8", include_embeddings=True))
     model.save_pretrained(directory, **options)
@@ -35,7 +36,7 @@ def change(directory: Path, **tensors: Tensor | None) -> Path:
 
 @pytest.mark.parametrize("options", [{}, {"safe_serialization": False, "max_shard_size": "40KB"}], ids=["one", "bin"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_saved_model_has_exactly_the_names_of_its_class(name: str, options: dict[str, object], tmp_path: Path) -> None:
+def test_a_saved_model_has_exactly_the_names_of_its_class(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     report = verify_model(saved(name, tmp_path, **options))
     assert (report.ok, dict(report.problems), report.unchecked) == (True, {}, "")
 

@@ -11,7 +11,7 @@ import copy
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Self
@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from hf_trainweights.models.host import private, private_attribute, unsupported
 from hf_trainweights.models.host.models import has_adapters
-from hf_trainweights.models.host.renaming import conversions_of_class, without
+from hf_trainweights.models.host.renaming import conversions_of_class, renames_float_alone, without
 
 try:
     from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
@@ -166,14 +166,20 @@ def merges_experts(conversion: Any) -> bool:
     return kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
 
 
-def restore_converters(model: PreTrainedModel) -> None:
+def restore_conversions(model: PreTrainedModel, quantized: Collection[str]) -> None:
     """Let a float save of a model write what a save of a model that was never quantized does, such as single experts.
 
-    Transformers reverts the conversions that a load has used, and a quantized checkpoint has parameters of the model.
+    Transformers reverts the conversions that a load has used. A quantized checkpoint uses no converter for its weights,
+    nor a renaming that fits the name of a float weight alone.
     """
     used: list[Any] = getattr(model, "_weight_conversions", None) or []
-    converters = [each for each in conversions_of_class(model) if isinstance(each, WeightConverter)]
-    model._weight_conversions = [*used, *without(converters, used)]  # pyright: ignore[reportArgumentType]  (nn.Module takes any attribute)
+    of_class = conversions_of_class(model)
+    unused = without(of_class, used)
+    hidden = [each for each in unused if isinstance(each, WeightConverter) or renames_float_alone(each, quantized)]
+    model._weight_conversions = [  # pyright: ignore[reportArgumentType]  (nn.Module takes any attribute)
+        *without(used, of_class),
+        *(each for each in of_class if each in hidden or each not in unused),
+    ]
 
 
 def expect_unused(model: PreTrainedModel, name: str) -> None:

@@ -113,6 +113,14 @@ def without(conversions: Iterable[Any], others: Iterable[Any]) -> list[Any]:
     return [each for each in conversions if (each.scope_prefix, *each.source_patterns) not in patterns]
 
 
+def renames_float_alone(renaming: Any, weights: Iterable[str]) -> bool:
+    """Return whether a save would rename one of some weights by the inverse of a renaming if it were float."""
+    if isinstance(renaming, PrefixChange):
+        return False
+    rename = renaming.reverse_transform().rename_source_key
+    return any(rename(name)[1] and not rename(stored_name(name, "qdata"))[1] for name in weights)
+
+
 def joined_by_save(model: PreTrainedModel, names: Iterable[str]) -> list[set[str]]:
     """Return the parameters that a save of a float model joins, together those that one tensor is made of."""
     reverts = [each.reverse_transform() for each in conversions_to_revert(model)[::-1]]
@@ -125,6 +133,12 @@ def joined_by_save(model: PreTrainedModel, names: Iterable[str]) -> list[set[str
                 joined[saved_name].add(name)
                 break
     return [group for group in joined.values() if len(group) > 1]
+
+
+def renamed_by_load(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """Return the names that a load of this class gives to tensors of a checkpoint that no converter takes."""
+    renamings = [each for each in conversions_to_load(model) if isinstance(each, WeightRenaming)]
+    return {name: _renamed(name, renamings) for name in names}
 
 
 def renamed_by_save(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
