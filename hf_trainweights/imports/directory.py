@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,17 @@ from hf_trainweights.files.reading import read_json_object
 from hf_trainweights.formats.base import Format
 from hf_trainweights.imports.conversion import Skeleton, Source, convert
 from hf_trainweights.imports.layouts import layout_of
-from hf_trainweights.imports.layouts.base import AGAIN, CONFIG_AGAIN
+from hf_trainweights.imports.layouts.base import AGAIN
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.choosing.summary import Summary
-from hf_trainweights.models.loading.saved_models import download, load_saved, read_config, refuse_adapter, refuse_file
+from hf_trainweights.models.loading.saved_models import (
+    check_config,
+    download,
+    load_saved,
+    read_config,
+    refuse_adapter,
+    refuse_file,
+)
 from hf_trainweights.models.loading.stored_weights import saved_class
 from hf_trainweights.models.saving.new_directories import copy_companions, new_directory, require_vacant_directory
 
@@ -36,11 +42,6 @@ _KEYS = ("quantization_config", "compression_config")
 _DESCRIPTIONS = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 # Settings that AWQ calls otherwise there.
 _OLD_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
-
-# Sizes and numbers of modules in a configuration, as models name them, and which of them need no file to be believed.
-_SIZES = re.compile(r".*(size|dim|d_model|d_ff|embd|inner|head|channel|position|rank).*")
-_MODULES = re.compile(r".*(layer|expert).*")
-_LARGE, _MANY = 1 << 27, 1000
 
 
 def import_directory(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> Summary:
@@ -111,24 +112,6 @@ def _folder(source: str | os.PathLike[str]) -> Path:
         found = reason if os.path.lexists(source) or is_name else "nothing there"
         next_step = "Give a directory, or the name of a repository on the Hub."
         raise ConfigError(str(source), "a quantized model", found, next_step) from error
-
-
-def check_config(config: Mapping[str, Any], tensors: int, size_bytes: int, where: str) -> None:
-    """Check that a configuration asks for no larger layers, and no more layers or experts, than files can fill.
-
-    A model is built before anything is read, and one of 10^9 layers keeps a process busy until its memory ends.
-    """
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            check_config(value, tensors, size_bytes, f"{where}: {key}")
-        elif type(value) is not int:
-            continue
-        elif _SIZES.fullmatch(key) and value > max(size_bytes, _LARGE):
-            expected = f"a size that {size_bytes} bytes of weights can fill"
-            raise CorruptFileError(f"{where}: {key}", expected, f"{value}", CONFIG_AGAIN)
-        elif _MODULES.fullmatch(key) and not _SIZES.fullmatch(key) and value > max(tensors, _MANY):
-            expected = f"a number of modules that {tensors} tensors can fill"
-            raise CorruptFileError(f"{where}: {key}", expected, f"{value}", CONFIG_AGAIN)
 
 
 def _read_json(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:

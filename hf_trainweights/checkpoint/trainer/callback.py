@@ -39,7 +39,7 @@ from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, RunBase, Save
 from hf_trainweights.checkpoint.run.ranks import Ranks, all_ranks
 from hf_trainweights.checkpoint.whole.rewriting import replace_weights
 from hf_trainweights.errors import ConfigError, CorruptFileError
-from hf_trainweights.models.host.checkpoints import converted_names, renamed_tensors
+from hf_trainweights.models.host.module_names import converted_names, renamed_tensors
 from hf_trainweights.models.host.ranks import Sharding, sharding_of
 
 _logger = logging.get_logger(__name__)

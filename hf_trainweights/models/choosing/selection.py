@@ -59,7 +59,7 @@ class _Rules:
     def __init__(self, module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str]):
         self.config = config
         # Each module by each of its names, and for each name of a parameter all its names.
-        self.owners, self.aliases = dict(module.named_modules(remove_duplicate=False)), _aliases(module)
+        self.owners, self.aliases = dict(module.named_modules(remove_duplicate=False)), aliases_of(module)
         names = list(dict.fromkeys(each for name in self.aliases for each in (*_names(name), *name_and_modules(name))))
         # The names that overrides select, that `modules_to_not_convert` selects, and that the model keeps in float.
         self.selected = select(config.overrides, names)
@@ -128,7 +128,7 @@ def check_choice(module: nn.Module, summary: Summary, config: TrainWeightsConfig
     check_not_empty(summary, config)
 
 
-def _aliases(module: nn.Module) -> dict[str, list[str]]:
+def aliases_of(module: nn.Module) -> dict[str, list[str]]:
     """Return for each name of a parameter all its names, that one included: a tied parameter has several."""
     same: dict[int, list[str]] = defaultdict(list)
     for name, parameter in module.named_parameters(remove_duplicate=False):

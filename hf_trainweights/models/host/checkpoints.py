@@ -10,22 +10,20 @@ import contextlib
 import copy
 import os
 import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, modeling_utils
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 from hf_trainweights.models.host import private, private_attribute, unsupported
-from hf_trainweights.models.host.models import base_prefix, has_adapters
-from hf_trainweights.tensor.guards import is_guard, name_for_transformers, name_in_file
-from hf_trainweights.tensor.stored_names import parse_stored_name
+from hf_trainweights.models.host.renaming import conversions_of_class, renames_float_alone, without
 
 try:
     from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
@@ -35,6 +33,9 @@ except ImportError as error:
 # A tensor of a checkpoint that is not loaded yet: its name there, and the function that loads it, or None where it is
 # for another rank.
 NamedLoad = tuple[str, Callable[[], Tensor | None]]
+
+MISSING = "is missing"
+"""What `names_of_load` says of a parameter that is not in a checkpoint."""
 
 # Above the level of every message.
 _NOTHING = 100
@@ -101,16 +102,44 @@ class MergingConverter(Converter):
         return super().convert(layer_name, model, config, hf_quantizer, loading_info)
 
 
+class StoredConverter(Converter):
+    """A converter of the stored tensors of quantized weights; it asks a function for the parameter of each."""
+
+    __slots__ = ("find",)
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """Return the parameter that a stored tensor belongs to, and the pattern under which it is collected.
+
+        This does not count as a use: a save reverts what was used, and this converter has no inverse.
+        """
+        found = self.find(source_key)
+        return (source_key, None) if found is None else (found[0], _pattern(found[1]))
+
+
 def make_converter(
-    source_patterns: list[str], target_pattern: str, operation: QuantizerOp, on_cpu: bool = False
+    find: Callable[[str], tuple[str, str] | None],
+    suffixes: Iterable[str],
+    operation: QuantizerOp,
+    on_cpu: bool = False,
 ) -> WeightConverter:
-    """Return a converter that makes one parameter of several tensors; the patterns are the ends of their names.
+    """Return a converter that makes one parameter of several tensors, as `find` tells parameter and suffix of each.
 
     With `on_cpu` the operation gets the tensors on the CPU, wherever the parameter is to be.
     """
-    return Converter(
-        source_patterns=source_patterns, target_patterns=target_pattern, operations=[operation], force_cpu=on_cpu
-    )
+    patterns = [_pattern(suffix) for suffix in suffixes]
+    converter = StoredConverter(patterns, "weight", operations=[operation], force_cpu=on_cpu)
+    converter.find = find
+    return converter
+
+
+def _pattern(suffix: str) -> str:
+    # Patterns are keys as well. This one is no name, nor a pattern of a model.
+    return f":{suffix}"
+
+
+def collected_by_suffix(collected: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a converter of `make_converter` has collected, by suffix; a guard, which has a name, is left out."""
+    return {key[1:]: value for key, value in collected.items() if key.startswith(":")}
 
 
 def offer_before_merging(conversion: Any) -> Any:
@@ -136,24 +165,20 @@ def merges_experts(conversion: Any) -> bool:
     return kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
 
 
-def drop_conversions(model: PreTrainedModel, operation: type[QuantizerOp]) -> None:
-    """Make a model forget converters that it was loaded by, so that saving does not try to revert them."""
-    conversions: Any = getattr(model, "_weight_conversions", None)
-    if conversions is not None:
-        kept = [c for c in conversions if not any(isinstance(op, operation) for op in getattr(c, "operations", ()))]
-        model._weight_conversions = kept  # pyright: ignore[reportArgumentType]  (nn.Module takes any attribute)
+def restore_conversions(model: PreTrainedModel, quantized: Collection[str]) -> None:
+    """Let a float save of a model write what a save of a model that was never quantized does, such as single experts.
 
-
-def restore_merging(model: PreTrainedModel) -> None:
-    """Let a float save of a model write experts one by one, as a save of a model that was never quantized does.
-
-    Transformers reverts the conversions that a load has used, and a quantized checkpoint has its experts merged.
+    Transformers reverts the conversions that a load has used. A quantized checkpoint uses no converter for its weights,
+    nor a renaming that fits the name of a float weight alone.
     """
     used: list[Any] = getattr(model, "_weight_conversions", None) or []
-    merged = {name for conversion in used for name in conversion.target_patterns}
-    of_class = private("conversion_mapping", "get_model_conversion_mapping")(model, add_legacy=False)
-    missing = [each for each in of_class if merges_experts(each) and merged.isdisjoint(each.target_patterns)]
-    model._weight_conversions = [*used, *missing]  # pyright: ignore[reportArgumentType]  (nn.Module takes any attribute)
+    of_class = conversions_of_class(model)
+    unused = without(of_class, used)
+    hidden = [each for each in unused if isinstance(each, WeightConverter) or renames_float_alone(each, quantized)]
+    model._weight_conversions = [  # pyright: ignore[reportArgumentType]  (nn.Module takes any attribute)
+        *without(used, of_class),
+        *(each for each in of_class if each in hidden or each not in unused),
+    ]
 
 
 def expect_unused(model: PreTrainedModel, name: str) -> None:
@@ -167,121 +192,6 @@ def expect_unused(model: PreTrainedModel, name: str) -> None:
 def checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors, or copies, as a checkpoint of a model has them: experts one by one, under their names there."""
     return private("core_model_loading", "revert_weight_conversion")(model, tensors)
-
-
-def converted_names(module: nn.Module) -> set[str]:
-    """Return the names in a model's files whose tensors are renamed, split, merged or transposed ones of the modules.
-
-    There are none for a quantized model, whose `ModuleNames` undo all this, for one that saves its adapters alone, and
-    for one that is none of Transformers.
-    """
-    if not isinstance(module, PreTrainedModel) or getattr(module, "hf_quantizer", None) or has_adapters(module):
-        return set()
-    state = _float_state(module)
-    return {name for name, tensor in checkpoint_tensors(module, state).items() if state.get(name) is not tensor}
-
-
-def renamed_tensors(module: nn.Module) -> dict[str, str]:
-    """Return the module's name of each float tensor that a quantized model's files rename, by its name in the files.
-
-    A tensor that they split, merge or transpose has none.
-    """
-    if not isinstance(module, PreTrainedModel) or not getattr(module, "hf_quantizer", None) or has_adapters(module):
-        return {}
-    state = _float_state(module)
-    names = {id(tensor): name for name, tensor in state.items()}
-    saved = {name: names.get(id(tensor), name) for name, tensor in checkpoint_tensors(module, state).items()}
-    return {name: own for name, own in saved.items() if name != own}
-
-
-def _float_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the tensors of a model on the meta device, but for those of a class of their own: quantized weights."""
-    return {name: tensor.to("meta") for name, tensor in model.state_dict().items() if type(tensor) is Tensor}
-
-
-class ModuleNames:
-    """A load_state_dict pre-hook by which a model takes tensors that its own files rename, split or merge.
-
-    A Trainer resumes by `model.load_state_dict(tensors, strict=False)`, shard by shard, and would otherwise leave these
-    at their starting values. Tensors that make one together wait until all of them have come.
-    """
-
-    def __init__(self) -> None:
-        # By the first tensor that is made of them: the converter, and the pattern and tensor by the name in files.
-        self._waiting: dict[str, tuple[WeightConverter, dict[str, tuple[str, Any]]]] = {}
-
-    def __call__(self, module: PreTrainedModel, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Replace tensors that no module has by those that a load from files makes of them, in place."""
-        tensors = {key.removeprefix(prefix): tensor for key, tensor in state_dict.items() if key.startswith(prefix)}
-        names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-        names |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
-        unknown, prefix_of_base = {name for name in tensors if _weight_of(name) not in names}, base_prefix(module)
-        for conversions in _conversions_of(module) if unknown else ():
-            for name in sorted(unknown, key=private("core_model_loading", "dot_natural_key")):
-                target, converter, pattern = _made_of(name, tensors[name], conversions)
-                # A load takes the base model's prefix away, or puts it there, where that makes a name of the model.
-                others = (target.removeprefix(prefix_of_base), prefix_of_base + target) if converter is None else ()
-                target = next((each for each in (target, *others) if _weight_of(each) in names), None)
-                if target is None:
-                    continue
-                unknown.remove(name)
-                tensor = state_dict.pop(prefix + name)
-                if converter is None:
-                    state_dict[prefix + target] = tensor
-                    continue
-                if target not in self._waiting:
-                    self._waiting[target] = copy.deepcopy(converter), {}
-                self._waiting[target][1][name] = pattern, tensor
-            for target in self._complete(module, conversions):
-                state_dict |= {prefix + name: tensor for name, tensor in self._convert(module, target).items()}
-
-    def _complete(self, model: PreTrainedModel, conversions: Sequence[Any]) -> list[str]:
-        """Return the waiting targets of which all tensors have come."""
-        if not self._waiting:
-            return []
-        saved = checkpoint_tensors(model, _float_state(model))
-        counts = Counter(_made_of(name, tensor, conversions)[0] for name, tensor in saved.items())
-        return [target for target, (_, parts) in self._waiting.items() if len(parts) == counts[target]]
-
-    def _convert(self, model: PreTrainedModel, target: str) -> dict[str, Tensor]:
-        """Return the tensors that are made of those that waited for a target."""
-        converter, parts = self._waiting.pop(target)
-        for name in sorted(parts, key=private("core_model_loading", "dot_natural_key")):
-            converter.add_tensor(target, name, *parts[name])
-        made: dict[str, Any] = converter.convert(target, model=model, config=model.config)
-        return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
-
-
-def _weight_of(name: str) -> str:
-    """Return the name of the weight that a tensor of a file belongs to, its own name if it is no stored tensor."""
-    return (parse_stored_name(name) or (name,))[0]
-
-
-def _conversions_of(model: PreTrainedModel) -> Iterator[list[Any]]:
-    """Yield copies of the conversions that a save of a model reverts, then those of its class: they note their use."""
-    used: list[Any] | None = getattr(model, "_weight_conversions", None)
-    if used:
-        yield copy.deepcopy(used)
-    yield private("conversion_mapping", "get_model_conversion_mapping")(model)
-
-
-def _made_of(name: str, tensor: Tensor, conversions: Sequence[Any]) -> tuple[str, WeightConverter | None, str]:
-    """Return the first tensor that is made of one of a file, and if a converter makes it a new one and its pattern.
-
-    Stored tensors of quantized weights, and guards, are renamed alone.
-    """
-    renamed = name_for_transformers(name) if is_guard(tensor) else name
-    for renaming in conversions:
-        if not isinstance(renaming, WeightConverter):
-            renamed, _ = renaming.rename_source_key(renamed)
-    if is_guard(tensor) or parse_stored_name(renamed):
-        return name_in_file(renamed), None, ""
-    for converter in conversions:
-        if isinstance(converter, WeightConverter):
-            target, pattern = converter.rename_source_key(renamed)
-            if pattern is not None:
-                return target, converter, pattern
-    return renamed, None, ""
 
 
 def names_not_saved(model: PreTrainedModel) -> set[str]:
@@ -320,6 +230,31 @@ def read_by(
             finish(model, options, report)
     finally:
         logging.set_verbosity(verbosity)
+
+
+def names_of_load(model: PreTrainedModel, tensors: Mapping[str, Tensor], conversions: Sequence[Any]) -> dict[str, str]:
+    """Return for each name that a load of tensors into a skeleton gets wrong what is wrong with it.
+
+    All are on the meta device, so only names and shapes are compared.
+    """
+    load = private("core_model_loading", "convert_and_load_state_dict_in_model")
+    options = private("modeling_utils", "LoadStateDictConfig")(
+        device_map={"": "meta"}, weight_mapping=conversions, ignore_mismatched_sizes=True
+    )
+    shows_progress = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        report, _ = load(model, dict(tensors), options)
+    finally:
+        if shows_progress:
+            logging.enable_progress_bar()
+    private_attribute(model, "_adjust_missing_and_unexpected_keys")(report)
+    return {
+        **dict.fromkeys(set(report.missing_keys) - names_not_saved(model), MISSING),
+        **dict.fromkeys(report.unexpected_keys, "is none of the model's"),
+        **{name: "has another shape" for name, *_ in report.mismatched_keys},
+        **dict.fromkeys(report.conversion_errors, "cannot be put together"),
+    }
 
 
 class _SaveFile:

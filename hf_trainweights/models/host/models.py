@@ -108,6 +108,21 @@ def tasks_of(class_name: str) -> list[str]:
     ]
 
 
+def registered_classes(config: Any) -> Iterator[Any]:
+    """Yield the classes by which the auto classes make a model of a configuration, a user's own ones among them.
+
+    A type of model may borrow the class of another one: InternLM3 is loaded as a `LlamaForCausalLM`.
+    """
+    table_class = private("models.auto.auto_factory", "_LazyAutoMapping")
+    for table in vars(import_module("transformers.models.auto.modeling_auto")).values():
+        if not isinstance(table, table_class) or type(config) not in table:
+            continue
+        # Some need a package that is missing, or are none.
+        with contextlib.suppress(ImportError, ValueError):
+            registered = table[type(config)]
+            yield from registered if isinstance(registered, tuple) else (registered,)
+
+
 def model_origin(model: nn.Module) -> tuple[str | None, str | None]:
     """Return the directory or name on the Hub that a model's weights came from, and the commit; None where unknown.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_trainweights.errors import ConfigError, TrainWeightsError, UnsupportedError
+from hf_trainweights.errors import ConfigError, CorruptFileError, TrainWeightsError, UnsupportedError
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.files.weight_files import ENTRY_POINTS, FOREIGN_WEIGHTS, shard_names
 from hf_trainweights.models.choosing.config import QUANT_METHOD
@@ -36,6 +36,11 @@ _NO_WEIGHTS = re.compile(
     r"(.*\.)?(([kvq]|input|output|activation)_(scale|zero_point)(_ub)?|inv_freq|masked_bias|position_ids)"
 )
 _SHOWN = 3
+
+# Sizes and numbers of modules in a configuration, as models name them, and which of them need no file to be believed.
+_SIZES = re.compile(r".*(size|dim|d_model|d_ff|embd|inner|head|channel|position|rank).*")
+_MODULES = re.compile(r".*(layer|expert).*")
+_LARGE, _MANY = 1 << 27, 1000
 
 
 def load_quantized(source: str | os.PathLike[str], spill: Spill | None = None) -> PreTrainedModel:
@@ -82,6 +87,9 @@ def load_saved(
         )
         raise ConfigError(str(source), "a class of Transformers in config.json's architectures", name, next_step)
     _check_index(Path(source))
+    if type(saved) is not cls.config_class:
+        # A borrowed class would read its own type of configuration.
+        options["config"] = saved
     try:
         with loading_to_write(spill):
             model, report = cls.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
@@ -175,6 +183,24 @@ def read_config(source: str | os.PathLike[str]) -> PretrainedConfig:
         raise
     except Exception as error:
         raise _cannot_load(source, error) from error
+
+
+def check_config(config: Mapping[str, Any], tensors: int, size_bytes: int, where: str) -> None:
+    """Check that a configuration asks for no larger layers, and no more layers or experts, than files can fill.
+
+    A model is built before anything is read, and one of 10^9 layers keeps a process busy until its memory ends.
+    """
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            check_config(value, tensors, size_bytes, f"{where}: {key}")
+        elif type(value) is not int:
+            continue
+        elif _SIZES.fullmatch(key) and value > max(size_bytes, _LARGE):
+            expected = f"a size that {size_bytes} bytes of weights can fill"
+            raise CorruptFileError(f"{where}: {key}", expected, f"{value}", "Download config.json again.")
+        elif _MODULES.fullmatch(key) and not _SIZES.fullmatch(key) and value > max(tensors, _MANY):
+            expected = f"a number of modules that {tensors} tensors can fill"
+            raise CorruptFileError(f"{where}: {key}", expected, f"{value}", "Download config.json again.")
 
 
 def refuse_file(source: str | os.PathLike[str]) -> None:

@@ -27,7 +27,7 @@ from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 from hf_trainweights.formats import FORMATS
 from hf_trainweights.models.choosing.selection import NOT_IN_CHECKPOINT, ROUTER
 from hf_trainweights.models.choosing.summary import Summary
-from hf_trainweights.models.host.models import base_prefix, was_loaded
+from hf_trainweights.models.host.models import base_prefix, registered_classes, was_loaded
 from hf_trainweights.tensor.guards import is_guard
 from hf_trainweights.tensor.stored_names import (
     CODED_FLOAT_SUFFIX,
@@ -59,6 +59,11 @@ class StoredWeight(NamedTuple):
     stored_bytes: int
     kind: Literal["float", "quantized", "guard"] = "float"
     is_coded: bool = False
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the file has it under the names of stored tensors, not under its own."""
+        return self.is_coded or self.kind == "quantized"
 
 
 def check_weight_files(
@@ -142,6 +147,15 @@ def check_is_float(source: str | os.PathLike[str], names: Iterable[str], model: 
         raise ConfigError(str(source), "a float model", f"one that is already quantized, with {codes[0]}", next_step)
 
 
+def read_skeletons(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a weight file without values, on the meta device; those that are no bytes as float32."""
+    if file.suffix == ".bin":
+        return _read_bin(file)
+    entries = _read_header(file)
+    dtypes = {name: torch.uint8 if entry["dtype"] == "U8" else torch.float32 for name, entry in entries.items()}
+    return {name: torch.empty(entry["shape"], dtype=dtypes[name], device="meta") for name, entry in entries.items()}
+
+
 def _check_places(files: Sequence[Path], directory: Path) -> None:
     """Check that files are there, and in the model's directory if it is known, before any of them is opened."""
     for file in files:
@@ -211,11 +225,18 @@ def saved_class(config: PretrainedConfig) -> tuple[str, Any]:
     saved_as = config.architectures
     name = saved_as[0] if isinstance(saved_as, (list, tuple)) and saved_as else "none"
     cls = getattr(transformers, name, None) if isinstance(name, str) else None
-    if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
-        return str(name), None
+    if _is_model(cls) and isinstance(config, getattr(cls, "config_class", ())):
+        return str(name), cls
+    # The auto classes know of borrowed classes, and of those that a user has registered.
+    borrowed = (each for each in registered_classes(config) if each.__name__ == name and _is_model(each))
+    # One of a part of the model takes the part's configuration.
+    parts = set((getattr(config, "sub_configs", None) or {}).values())
+    return str(name), next((each for each in borrowed if each.config_class not in parts), None)
+
+
+def _is_model(value: Any) -> bool:
     # PreTrainedModel itself is no model: to make one would leave marks on the class that change every other model.
-    fits = cls.config_class is not None and isinstance(config, cls.config_class)
-    return str(name), cls if fits else None
+    return isinstance(value, type) and issubclass(value, PreTrainedModel) and value.config_class is not None
 
 
 def parameter_names(cls: type[PreTrainedModel], config: PretrainedConfig) -> set[str]:

@@ -24,14 +24,13 @@ from hf_trainweights import QuantizedTensor, TrainWeightsConfig, export_compress
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.models.host.checkpoints import (
     checkpoint_tensors,
-    converted_names,
-    drop_conversions,
     load_offloaded,
     names_not_saved,
-    restore_merging,
+    restore_conversions,
     save_remote_code,
     writing_files_by,
 )
+from hf_trainweights.models.host.module_names import converted_names
 from hf_trainweights.models.loading.conversion import TrainWeightsDeserialize
 
 EXPERTS = "model.layers.1.mlp.experts"
@@ -47,19 +46,12 @@ def reloaded(name: str, directory: Path) -> PreTrainedModel:
     return load(directory / "quantized")
 
 
-def has_ours(conversions: Any) -> bool:
-    operations = [op for conversion in conversions for op in getattr(conversion, "operations", ())]
-    return any(isinstance(op, TrainWeightsDeserialize) for op in operations)
-
-
 @pytest.mark.slow
-def test_a_model_keeps_its_converters_and_forgets_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_trainweights.models.quantizer.drop_conversions", lambda *_: None)
-    model = reloaded("qwen3_moe", tmp_path)
-    assert has_ours(model._weight_conversions)
-    others = [each for each in model._weight_conversions if not has_ours([each])]
-    drop_conversions(model, TrainWeightsDeserialize)
-    assert model._weight_conversions == others
+def test_a_model_does_not_keep_our_converter_which_has_no_inverse(tmp_path: Path) -> None:
+    conversions: Any = reloaded("qwen3_moe", tmp_path)._weight_conversions
+    operations = [op for conversion in conversions for op in getattr(conversion, "operations", ())]
+    assert operations
+    assert not any(isinstance(op, TrainWeightsDeserialize) for op in operations)
 
 
 @pytest.mark.slow
@@ -67,15 +59,9 @@ def test_a_reloaded_model_knows_that_checkpoints_keep_experts_one_by_one(tmp_pat
     model = reloaded("qwen3_moe", tmp_path)
     weight = torch.empty(model.get_parameter(f"{EXPERTS}.down_proj").shape, device="meta")
     assert len(checkpoint_tensors(model, {f"{EXPERTS}.down_proj": weight})) == 4
-    before = list(model._weight_conversions)
-    restore_merging(model)
-    assert model._weight_conversions == before
-
-
-def test_a_model_that_was_not_loaded_has_no_converters_to_forget() -> None:
-    model = ARCHITECTURES["llama"].build()
-    drop_conversions(model, TrainWeightsDeserialize)
-    assert not hasattr(model, "_weight_conversions")
+    before = [each.source_patterns for each in model._weight_conversions]
+    restore_conversions(model, [])
+    assert [each.source_patterns for each in model._weight_conversions] == before
 
 
 def test_experts_get_the_names_of_a_checkpoint_one_by_one() -> None:
