@@ -8,6 +8,8 @@
   nobody how to write to a weight of another class (`host/adapters`).
 - `PreTrainedModel._from_config` refuses the configuration of a model that this package quantized: Transformers asks no
   quantizer there, and makes a float model that says of itself that it is quantized (`host/models`).
+- `PreTrainedModel.initialize_weights` does not see quantized weights: after a load, a class may write to parts of a
+  weight that it has just loaded (`host/models`).
 
 The first save of a quantized model puts a function in the place of `safe_save_file`, which Transformers writes each
 shard by and offers no other way to: it calls Transformers' own except within our saves (`host/checkpoints`).
@@ -28,7 +30,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 
 from hf_trainweights.models.choosing.config import QUANT_METHOD, TrainWeightsConfig
 from hf_trainweights.models.host.adapters import meet_adapters
-from hf_trainweights.models.host.models import refuse_quantized_configurations
+from hf_trainweights.models.host.models import hide_from_initialization, refuse_quantized_configurations
 from hf_trainweights.tensor.modules import describe
 
 
@@ -41,6 +43,7 @@ def register(quantizer: type, callable_by_files: Iterable[Callable[..., Any]]) -
         register_module_module_registration_hook(meet_adapters)  # type: ignore[arg-type]
         register_module_parameter_registration_hook(describe)  # type: ignore[arg-type]
         refuse_quantized_configurations(QUANT_METHOD)
+        hide_from_initialization()
     for function in callable_by_files:
         # Files name it by the package alone, so that modules may move.
         function.__module__ = __name__.partition(".")[0]

@@ -68,6 +68,11 @@ def get_model_size_in_bytes(module: nn.Module) -> int:
     return sum(sizes.values())
 
 
+def is_quantized(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter is a quantized weight, or one that ranks hold quantized parts of."""
+    return isinstance(local_tensor(parameter), QuantizedTensor)
+
+
 def parameter_places(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
     """Return where each parameter stands, by its identity: a tied one in several places."""
     places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)

@@ -9,11 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.models.host import private, private_attribute
+from hf_trainweights.tensor.modules import is_quantized, parameter_places, put_parameter
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 """Under which names `forward` may take what earlier tokens left: since Transformers 5.24, and before."""
@@ -137,6 +139,38 @@ def refuse_quantized_configurations(method: str) -> None:
         return original.__func__(cls, config, **kwargs)
 
     PreTrainedModel._from_config = classmethod(from_config)  # type: ignore[method-assign]
+
+
+def hide_from_initialization() -> None:
+    """Let Transformers write first values to float weights alone: whatever is quantized has its values.
+
+    Transformers marks weights that it has loaded, and its functions pass over these. But a class may write to a row of
+    a weight, which has no mark, or fill a table that it has made like the weight.
+    """
+    original: Any = getattr(PreTrainedModel, "initialize_weights", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def initialize_weights(self: PreTrainedModel) -> None:
+        hidden = {id(parameter): parameter for parameter in self.parameters() if is_quantized(parameter)}
+        places = parameter_places(self) if hidden else {}
+        for key, parameter in hidden.items():
+            put_parameter(places[key], _initialized_stand_in(parameter))
+        try:
+            original(self)
+        finally:
+            for key, parameter in hidden.items():
+                put_parameter(places[key], parameter)
+
+    PreTrainedModel.initialize_weights = initialize_weights  # type: ignore[method-assign]
+
+
+def _initialized_stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    """Return a parameter of the same shape that takes no memory and that Transformers takes for a loaded one."""
+    stand_in = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), requires_grad=False)
+    stand_in._is_hf_initialized = True  # type: ignore[attr-defined]
+    return stand_in
 
 
 def quant_method(config: Any) -> object:
