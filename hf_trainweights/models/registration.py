@@ -10,6 +10,8 @@
   quantizer there, and makes a float model that says of itself that it is quantized (`host/models`).
 - `PreTrainedModel.initialize_weights` does not see quantized weights: after a load, a class may write to parts of a
   weight that it has just loaded (`host/models`).
+- Methods of `PreTrainedModel` that save, resize, measure or dequantize a model make one whose weights are quantized a
+  quantized model first: it may be composed of quantized parts, which no load of Transformers has seen.
 
 The first save of a quantized model puts a function in the place of `safe_save_file`, which Transformers writes each
 shard by and offers no other way to: it calls Transformers' own except within our saves (`host/checkpoints`).
@@ -26,15 +28,21 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.serialization import add_safe_globals
+from transformers import PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 
 from hf_trainweights.models.choosing.config import QUANT_METHOD, TrainWeightsConfig
 from hf_trainweights.models.host.adapters import meet_adapters
-from hf_trainweights.models.host.models import hide_from_initialization, refuse_quantized_configurations
+from hf_trainweights.models.host.models import adopt_before, hide_from_initialization, refuse_quantized_configurations
 from hf_trainweights.tensor.modules import describe
 
+# The methods that a quantized model has in place of Transformers' own, and the one that makes it float.
+_METHODS = ("save_pretrained", "push_to_hub", "get_memory_footprint", "resize_token_embeddings", "dequantize")
 
-def register(quantizer: type, callable_by_files: Iterable[Callable[..., Any]]) -> None:
+
+def register(
+    quantizer: type, adopt: Callable[[PreTrainedModel], bool], callable_by_files: Iterable[Callable[..., Any]]
+) -> None:
     """Register the quantizer with Transformers, and with torch what `weights_only=True` may call; once is enough."""
     # Transformers refuses a second registration, as after a reload of the package, with a ValueError.
     with contextlib.suppress(ValueError):
@@ -44,6 +52,7 @@ def register(quantizer: type, callable_by_files: Iterable[Callable[..., Any]]) -
         register_module_parameter_registration_hook(describe)  # type: ignore[arg-type]
         refuse_quantized_configurations(QUANT_METHOD)
         hide_from_initialization()
+        adopt_before(_METHODS, adopt)
     for function in callable_by_files:
         # Files name it by the package alone, so that modules may move.
         function.__module__ = __name__.partition(".")[0]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.models.host import private, private_attribute
@@ -173,10 +173,53 @@ def _initialized_stand_in(parameter: nn.Parameter) -> nn.Parameter:
     return stand_in
 
 
+def adopt_before(names: Iterable[str], adopt: Callable[[PreTrainedModel], bool]) -> None:
+    """Let methods of Transformers call `adopt` first, and then the method that it has given a model, if it has.
+
+    A model may be composed of quantized parts, and nothing tells when it is: a part of a part may be exchanged.
+    """
+    for name in names:
+        original: Any = getattr(PreTrainedModel, name, None)
+        if original is not None:
+            setattr(PreTrainedModel, name, _after_adopting(name, original, adopt))
+
+
+def _after_adopting(
+    name: str, original: Callable[..., Any], adopt: Callable[[PreTrainedModel], bool]
+) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        method = functools.partial(original, self) if not adopt(self) else getattr(self, name)
+        return method(*args, **kwargs)
+
+    return call
+
+
 def quant_method(config: Any) -> object:
-    """Return the name of the method that a model's configuration says it is quantized by; None for a float model."""
+    """Return the name of the method that a configuration or a quantizer has of its model; None for a float model."""
     described = getattr(config, "quantization_config", None)
     return described.get("quant_method") if isinstance(described, dict) else getattr(described, "quant_method", None)
+
+
+def configurations_within(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """Yield a model's configuration and those of its parts, at any depth."""
+    yield config
+    for value in vars(config).values():
+        if isinstance(value, PreTrainedConfig):
+            yield from configurations_within(value)
+
+
+def forget_method(model: PreTrainedModel, method: str) -> None:
+    """Let a model and the models in it say no longer that a method has quantized them: their weights are float."""
+    for part in model.modules():
+        if not isinstance(part, PreTrainedModel):
+            continue
+        for config in configurations_within(part.config):
+            if quant_method(config) == method:
+                vars(config).pop("quantization_config")
+        if quant_method(getattr(part, "hf_quantizer", None)) == method:
+            del part.hf_quantizer, part.quantization_method
+            part.is_quantized = False  # type: ignore[assignment]
 
 
 def onnx_graph(model: nn.Module, inputs: Mapping[str, Any], opset: int, dynamic_shapes: Any = None) -> Any:
