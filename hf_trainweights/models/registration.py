@@ -10,6 +10,8 @@
   quantizer there, and makes a float model that says of itself that it is quantized (`host/models`).
 - `PreTrainedModel.initialize_weights` does not see quantized weights: after a load, a class may write to parts of a
   weight that it has just loaded (`host/models`).
+- `PreTrainedConfig.get_config_dict` lets the configuration of a part, such as the text tower of a quantized CLIP, say
+  that its weights are quantized. config.json says it once, of the whole, and Transformers reads the part's values alone.
 - Methods of `PreTrainedModel` that save, resize, measure or dequantize a model make one whose weights are quantized a
   quantized model first: it may be composed of quantized parts, which no load of Transformers has seen.
 
@@ -33,7 +35,12 @@ from transformers.quantizers.auto import register_quantization_config, register_
 
 from hf_trainweights.models.choosing.config import QUANT_METHOD, TrainWeightsConfig
 from hf_trainweights.models.host.adapters import meet_adapters
-from hf_trainweights.models.host.models import adopt_before, hide_from_initialization, refuse_quantized_configurations
+from hf_trainweights.models.host.models import (
+    adopt_before,
+    hand_down_to_parts,
+    hide_from_initialization,
+    refuse_quantized_configurations,
+)
 from hf_trainweights.tensor.modules import describe
 
 # The methods that a quantized model has in place of Transformers' own, and the one that makes it float.
@@ -51,6 +58,7 @@ def register(
         register_module_module_registration_hook(meet_adapters)  # type: ignore[arg-type]
         register_module_parameter_registration_hook(describe)  # type: ignore[arg-type]
         refuse_quantized_configurations(QUANT_METHOD)
+        hand_down_to_parts(QUANT_METHOD)
         hide_from_initialization()
         adopt_before(_METHODS, adopt)
     for function in callable_by_files:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import DECODER, TEXT, TOKENS, VISION, outputs, random_floats, random_ids, randomize
+from architectures import ARCHITECTURES, DECODER, TEXT, TOKENS, VISION, outputs, random_floats, random_ids, randomize
 from covering import by_default
 from torch import Tensor, nn
 from transformers import (
@@ -17,8 +17,11 @@ from transformers import (
     BertForSequenceClassification,
     BertLMHeadModel,
     BertModel,
+    CLIPModel,
+    CLIPTextModel,
     CLIPVisionConfig,
     CLIPVisionModel,
+    CLIPVisionModelWithProjection,
     EncoderDecoderModel,
     GPT2Config,
     GPT2LMHeadModel,
@@ -39,6 +42,7 @@ from transformers import (
 )
 
 from hf_trainweights import TrainWeightsConfig, dequantize_, get_model_size_in_bytes, quantize_, summary, verify_model
+from hf_trainweights.errors import ConfigError
 from hf_trainweights.models.choosing.description import is_described
 from hf_trainweights.models.choosing.selection import NOT_IN_CHECKPOINT
 from hf_trainweights.tensor.modules import is_quantized
@@ -107,8 +111,10 @@ def dual() -> PreTrainedModel:
 def llava() -> PreTrainedModel:
     decoder: dict[str, Any] = {**DECODER, "num_hidden_layers": 1}
     language = drawn(lambda: LlamaForCausalLM(LlamaConfig(**decoder)), "int8")
-    vision = CLIPVisionConfig(**{**VISION, "num_hidden_layers": 1})
-    values = LlavaConfig(vision_config=vision, text_config=LlamaConfig(**decoder), image_token_id=95)
+    sizes: dict[str, Any] = {**VISION, "num_hidden_layers": 1}
+    vision = CLIPVisionConfig(**sizes)
+    values = LlavaConfig(vision_config=vision, text_config=LlamaConfig(**decoder))
+    values.image_token_id = 95
     model: Any = drawn(lambda: LlavaForConditionalGeneration(values), None)
     model.model.language_model, model.lm_head = language.model, language.lm_head
     return model
@@ -162,7 +168,8 @@ def test_a_composite_of_quantized_parts_is_saved_loaded_and_saved_again(name: st
     expected = outputs(model, inputs)
     model.save_pretrained(tmp_path / "first")
     assert verify_model(tmp_path / "first").ok
-    reloaded, report = type(model).from_pretrained(tmp_path / "first", output_loading_info=True)
+    cls: Any = type(model)
+    reloaded, report = cls.from_pretrained(tmp_path / "first", output_loading_info=True)
     assert not any(report.values())
     assert quantized(reloaded) == quantized(model)
     torch.testing.assert_close(outputs(reloaded, inputs), expected, rtol=0, atol=0)
@@ -174,7 +181,7 @@ def test_a_composite_of_quantized_parts_is_saved_loaded_and_saved_again(name: st
 def test_its_configuration_says_of_every_weight_what_it_is(name: str, tmp_path: Path) -> None:
     model = COMPOSITES[name][0]()
     model.save_pretrained(tmp_path)
-    reloaded = type(model).from_pretrained(tmp_path)
+    reloaded: Any = type(model).from_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert is_described(reloaded, TrainWeightsConfig.of(saved))
     assert len(saved["overrides"]) + len(saved["modules_to_not_convert"] or ()) < 5  # whole modules, not each weight
@@ -267,3 +274,31 @@ def test_a_float_part_of_a_quantized_model_is_saved_as_float(tmp_path: Path) -> 
     assert not quantized(BertModel.from_pretrained(tmp_path / "part"))
     reloaded.save_pretrained(tmp_path / "rest")
     assert quantized(EncoderDecoderModel.from_pretrained(tmp_path / "rest")) == quantized(reloaded)
+
+
+@pytest.mark.parametrize("config", [TrainWeightsConfig("int8"), INT4.but(overrides={"text_model": "int8"})])
+@pytest.mark.parametrize("tower", [CLIPTextModel, CLIPVisionModelWithProjection])
+def test_a_tower_of_a_quantized_composite_loads_alone(config: TrainWeightsConfig, tower: Any, tmp_path: Path) -> None:
+    whole = ARCHITECTURES["clip"].build()
+    quantize_(whole, config)
+    whole.save_pretrained(tmp_path / "whole")
+    assert (tmp_path / "whole" / "config.json").read_text().count('"quantization_config"') == 1
+    model, report = tower.from_pretrained(tmp_path / "whole", output_loading_info=True)
+    assert not report["missing_keys"]
+    weights = dict(whole.named_parameters())
+    for name, weight in model.named_parameters():
+        expected: Any = next(
+            weights[full] for full in (f"text_model.{name}", f"vision_model.{name}", name) if full in weights
+        )
+        assert is_quantized(weight) == is_quantized(expected), name
+        assert torch.equal(weight.dequantize(), expected.dequantize()), name
+    assert quantized(model)
+    model.save_pretrained(tmp_path / "tower")
+    assert quantized(tower.from_pretrained(tmp_path / "tower")) == quantized(model)
+    assert quantized(CLIPModel.from_pretrained(tmp_path / "whole")) == quantized(whole)
+
+
+def test_a_tower_that_no_file_of_the_whole_names_is_refused(tmp_path: Path) -> None:
+    llava().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"quantized weights of LlamaForCausalLM.*Load the model as the class"):
+        LlamaForCausalLM.from_pretrained(tmp_path)

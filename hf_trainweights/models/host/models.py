@@ -141,6 +141,30 @@ def refuse_quantized_configurations(method: str) -> None:
     PreTrainedModel._from_config = classmethod(from_config)  # type: ignore[method-assign]
 
 
+def hand_down_to_parts(method: str) -> None:
+    """Let the configuration of a part, read from the file of a whole that a method has quantized, say so too.
+
+    Transformers takes the part's own values from the file, such as `text_config`, and would load float weights.
+    """
+    original: Any = getattr(PreTrainedConfig, "get_config_dict", None)
+    if original is None:
+        return
+
+    @functools.wraps(original.__func__)
+    def get_config_dict(cls: type[PreTrainedConfig], *args: Any, **kwargs: Any) -> Any:
+        values, unused = original.__func__(cls, *args, **kwargs)
+        described = values.get("quantization_config")
+        is_ours = isinstance(described, dict) and described.get("quant_method") == method
+        if is_ours and cls.model_type and values.get("model_type") != cls.model_type:
+            # Selectors name the whole's modules; in a file each weight has its format, if it is not the default.
+            parts = (part for name, part in values.items() if isinstance(part, dict) and name != "quantization_config")
+            for part in parts:
+                part["quantization_config"] = described
+        return values, unused
+
+    PreTrainedConfig.get_config_dict = classmethod(get_config_dict)  # type: ignore[method-assign]
+
+
 def hide_from_initialization() -> None:
     """Let Transformers write first values to float weights alone: whatever is quantized has its values.
 
