@@ -11,7 +11,7 @@
 - `PreTrainedModel.initialize_weights` does not see quantized weights: after a load, a class may write to parts of a
   weight that it has just loaded (`host/models`).
 - `PreTrainedConfig.get_config_dict` lets the configuration of a part, such as the text tower of a quantized CLIP, say
-  that its weights are quantized. config.json says it once, of the whole, and Transformers reads the part's values alone.
+  that its weights are quantized. config.json says it once, of the whole, and Transformers reads the part alone.
 - Methods of `PreTrainedModel` that save, resize, measure or dequantize a model make one whose weights are quantized a
   quantized model first: it may be composed of quantized parts, which no load of Transformers has seen.
 

@@ -19,6 +19,7 @@ from hf_trainweights.formats.base import Format
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.choosing.config_values import left_out, listed
 from hf_trainweights.models.choosing.summary import EMBEDDING, HEAD, Choice, Summary, check_not_empty, stored_shape
+from hf_trainweights.models.choosing.written_weights import written_weights
 from hf_trainweights.models.host.adapters import adapter_prefixes
 from hf_trainweights.models.host.checkpoints import names_not_saved
 from hf_trainweights.models.host.models import models_within, modules_kept_in_float, output_head, tied_names
@@ -27,6 +28,8 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # Why a weight is left alone that the configuration would have quantized.
 NOT_IN_CHECKPOINT = "not in the checkpoint"
+# Its float values change while the model computes.
+WRITTEN = "its module's own code writes to it"
 # Why a weight has its format, where that is not the configured one.
 OVERRIDE, PLANNED = "override", "planned"
 # Why a weight that is quantized already keeps its format: the configuration leaves it alone, or wants another one.
@@ -44,7 +47,7 @@ class _Rules:
         # The names that overrides select, that `modules_to_not_convert` selects, and that the model keeps in float.
         self.selected = select(config.overrides, names)
         self.left_out = left_out(config.modules_to_not_convert or (), names)
-        self.adapters = adapter_prefixes(module)
+        self.adapters, self.written = adapter_prefixes(module), written_weights(module)
         self.heads: list[nn.Module | None] = []
         self.skipped, self.not_saved = listed(skip, names), set[str]()
         for prefix, model in models_within(module):
@@ -149,6 +152,8 @@ def _wanted(name: str, parameter: Tensor, rules: _Rules) -> tuple[Format | None,
         return chosen, OVERRIDE
     if not rules.left_out.isdisjoint(known):
         return None, "in modules_to_not_convert"
+    if not rules.written.isdisjoint(rules.aliases[name]):
+        return None, WRITTEN
     places = [rules.owners[alias.rpartition(".")[0]] for alias in rules.aliases[name]]
     if not rules.config.include_embeddings:
         if any(place in rules.heads for place in places):
