@@ -11,7 +11,10 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, DECODER, TEXT, TOKENS, VISION, outputs, random_floats, random_ids, randomize
 from covering import by_default
-from torch import Tensor, nn
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from torch import nn
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -30,6 +33,7 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     SpeechEncoderDecoderModel,
     Trainer,
     TrainingArguments,
@@ -44,7 +48,7 @@ from transformers import (
 from hf_trainweights import TrainWeightsConfig, dequantize_, get_model_size_in_bytes, quantize_, summary, verify_model
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.models.choosing.description import is_described
-from hf_trainweights.models.choosing.selection import NOT_IN_CHECKPOINT
+from hf_trainweights.models.choosing.selection import NOT_IN_CHECKPOINT, SAVED_ELSEWHERE
 from hf_trainweights.tensor.modules import is_quantized
 
 BERT: dict[str, Any] = {**TEXT, "num_hidden_layers": 1, "pad_token_id": 0}
@@ -126,15 +130,15 @@ def body_under_a_head() -> PreTrainedModel:
     return model
 
 
-def texts() -> dict[str, Tensor]:
+def texts() -> dict[str, torch.Tensor]:
     return {"input_ids": random_ids().clamp(max=90)}
 
 
-def two_texts() -> dict[str, Tensor]:
+def two_texts() -> dict[str, torch.Tensor]:
     return {**texts(), "decoder_input_ids": random_ids(4)}
 
 
-COMPOSITES: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[], dict[str, Tensor]]]] = {
+COMPOSITES: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[], dict[str, torch.Tensor]]]] = {
     "pair": (pair, two_texts),
     "pair in two formats": (pair_in_two_formats, two_texts),
     "pair with a float part": (pair_with_a_float_part, two_texts),
@@ -302,3 +306,25 @@ def test_a_tower_that_no_file_of_the_whole_names_is_refused(tmp_path: Path) -> N
     llava().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"quantized weights of LlamaForCausalLM.*Load the model as the class"):
         LlamaForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.slow  # importing sentence-transformers takes seconds
+def test_a_sentence_transformer_keeps_in_float_what_it_saves_itself(tmp_path: Path) -> None:
+    pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Transformer
+
+    bert(None).save_pretrained(tmp_path / "bert")
+    words = Tokenizer(WordLevel({"[PAD]": 0, "[UNK]": 1, "a": 2, "b": 3, "c": 4}, unk_token="[UNK]"))
+    words.pre_tokenizer = Whitespace()  # type: ignore[assignment]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", pad_token="[PAD]")
+    tokenizer.save_pretrained(tmp_path / "bert")
+    modules = [Transformer(str(tmp_path / "bert")), Pooling(64), Dense(64, 32)]
+    model: Any = SentenceTransformer(modules=modules, device="cpu")
+    reasons = {choice.name: choice.reason for choice in quantize_(model, "int8")}
+    assert reasons["2.linear.weight"] == SAVED_ELSEWHERE
+    assert quantized(model)
+    model.save_pretrained(str(tmp_path / "saved"))
+    reloaded: Any = SentenceTransformer(str(tmp_path / "saved"), device="cpu")
+    assert quantized(reloaded) == quantized(model)
+    assert (reloaded.encode(["a b", "c"]) == model.encode(["a b", "c"])).all()

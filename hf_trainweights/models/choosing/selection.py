@@ -22,13 +22,20 @@ from hf_trainweights.models.choosing.summary import EMBEDDING, HEAD, Choice, Sum
 from hf_trainweights.models.choosing.written_weights import written_weights
 from hf_trainweights.models.host.adapters import adapter_prefixes
 from hf_trainweights.models.host.checkpoints import names_not_saved
-from hf_trainweights.models.host.models import models_within, modules_kept_in_float, output_head, tied_names
+from hf_trainweights.models.host.models import (
+    models_within,
+    modules_kept_in_float,
+    output_head,
+    tied_names,
+    weights_saved_elsewhere,
+)
 from hf_trainweights.tensor.distributed.placements import local_tensor
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # Why a weight is left alone that the configuration would have quantized.
 NOT_IN_CHECKPOINT = "not in the checkpoint"
-# Its float values change while the model computes.
+# Why it must be float: another package writes it into a file, or its values change while the model computes.
+SAVED_ELSEWHERE = "in a file that sentence-transformers writes"
 WRITTEN = "its module's own code writes to it"
 # Why a weight has its format, where that is not the configured one.
 OVERRIDE, PLANNED = "override", "planned"
@@ -48,6 +55,7 @@ class _Rules:
         self.selected = select(config.overrides, names)
         self.left_out = left_out(config.modules_to_not_convert or (), names)
         self.adapters, self.written = adapter_prefixes(module), written_weights(module)
+        self.saved_elsewhere = set(weights_saved_elsewhere(module))
         self.heads: list[nn.Module | None] = []
         self.skipped, self.not_saved = listed(skip, names), set[str]()
         for prefix, model in models_within(module):
@@ -152,6 +160,8 @@ def _wanted(name: str, parameter: Tensor, rules: _Rules) -> tuple[Format | None,
         return chosen, OVERRIDE
     if not rules.left_out.isdisjoint(known):
         return None, "in modules_to_not_convert"
+    if name in rules.saved_elsewhere:
+        return None, SAVED_ELSEWHERE
     if not rules.written.isdisjoint(rules.aliases[name]):
         return None, WRITTEN
     places = [rules.owners[alias.rpartition(".")[0]] for alias in rules.aliases[name]]

@@ -35,6 +35,18 @@ def models_within(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Pr
         yield from models_within(child, f"{prefix}{name}.")
 
 
+def weights_saved_elsewhere(module: nn.Module) -> Iterator[str]:
+    """Yield the names of parameters that sentence-transformers writes into files of its own, which hold float tensors.
+
+    They are those of its modules beside the Transformers model, such as `Dense`.
+    """
+    within_models = tuple(prefix for prefix, _ in models_within(module))
+    for prefix, part in module.named_modules():
+        if any(base.__module__.startswith("sentence_transformers.") for base in type(part).__mro__):
+            names = (f"{prefix}.{name}".removeprefix(".") for name, _ in part.named_parameters())
+            yield from (name for name in names if not name.startswith(within_models))
+
+
 def names_tied_now(model: PreTrainedModel) -> dict[str, str]:
     """Return `tied_names`, and what `tie_weights` ties since a user has changed the model's configuration."""
     return tied_names(model) | private_attribute(model, "get_expanded_tied_weights_keys")(all_submodels=True)
