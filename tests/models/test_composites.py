@@ -45,7 +45,15 @@ from transformers import (
     Wav2Vec2Model,
 )
 
-from hf_trainweights import TrainWeightsConfig, dequantize_, get_model_size_in_bytes, quantize_, summary, verify_model
+from hf_trainweights import (
+    TrainWeightsConfig,
+    dequantize_,
+    dequantize_directory,
+    get_model_size_in_bytes,
+    quantize_,
+    summary,
+    verify_model,
+)
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.models.choosing.description import is_described
 from hf_trainweights.models.choosing.selection import NOT_IN_CHECKPOINT, SAVED_ELSEWHERE
@@ -203,6 +211,15 @@ def test_a_composite_becomes_float_as_a_whole(name: str, tmp_path: Path) -> None
     assert "quantization_config" not in (tmp_path / "config.json").read_text()
     reloaded = type(model).from_pretrained(tmp_path)
     torch.testing.assert_close(outputs(reloaded, inputs), expected)
+
+
+def test_a_directory_of_a_composite_becomes_float_as_a_whole(tmp_path: Path) -> None:
+    model = pair_in_two_formats()
+    model.save_pretrained(tmp_path / "quantized")
+    dequantize_directory(tmp_path / "quantized", tmp_path / "float")
+    assert "quantization_config" not in (tmp_path / "float" / "config.json").read_text()
+    reloaded = EncoderDecoderModel.from_pretrained(tmp_path / "float")
+    torch.testing.assert_close(outputs(reloaded, two_texts()), outputs(model.eval(), two_texts()))
 
 
 def test_a_part_of_a_quantized_model_is_a_model_that_saves_itself(tmp_path: Path) -> None:
