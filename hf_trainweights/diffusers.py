@@ -170,7 +170,7 @@ class TrainWeightsDiffusersQuantizer(DiffusersQuantizer):
     def _dequantize(self, model: Any) -> Any:
         dequantize_weights(model)
         self.forget(model)
-        # Where this is called from, diffusers takes it from the model.
+        # diffusers deletes it when this returns.
         model.hf_quantizer = self
         return model
 

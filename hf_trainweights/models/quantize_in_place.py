@@ -162,8 +162,8 @@ def adopt(model: nn.Module) -> bool:
     config = TrainWeightsConfig.of(saved) if quant_method(model.config) == QUANT_METHOD else None
     if config is None or not is_described(model, config):
         quantizers = (getattr(part, "hf_quantizer", None) for part in model.modules())
-        own = [each.quantization_config for each in quantizers if isinstance(each, TrainWeightsHfQuantizer)]
-        config = describe(model, own)
+        configs = [own.quantization_config for own in quantizers if isinstance(own, TrainWeightsHfQuantizer)]
+        config = describe(model, configs)
     # Advice about the speed of its products was due when its parts got their weights.
     with loading_to_write(None):
         quantizer = TrainWeightsHfQuantizer(config, pre_quantized=True)

@@ -1,6 +1,6 @@
 """The configuration of a model that no single call has quantized: it is made of parts that were.
 
-It says of every weight what the weight is, so that a model loads and saves itself by it like any other.
+It names the format of every weight, or that the weight is float. So the model loads and saves itself like any other.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _PARAMETERS = ("format", "group_size", "activations", "column_scale", "bits")
 
 
 def is_described(module: nn.Module, config: TrainWeightsConfig) -> bool:
-    """Return whether a configuration says of every weight of a module what it is: its format, or that it is float."""
+    """Return whether a configuration names the format of every weight of a module, and leaves out the float ones."""
     return not any(_is_other(choice) for choice in choose(module, config).tensors)
 
 
 def describe(module: nn.Module, configs: Sequence[TrainWeightsConfig]) -> TrainWeightsConfig:
-    """Return a configuration that says of every weight of a module what it is.
+    """Return a configuration that names the format of every weight of a module, and leaves out the float ones.
 
-    `configs` are those of its parts: what they agree on about the origin of the weights holds for the whole.
+    `configs` are those of its parts. The whole has the origin of the weights on which they agree.
     """
     weights = dict(module.named_parameters())
     formats = {name: held.format for name, weight in weights.items() if (held := _quantized(weight)) is not None}
@@ -47,14 +47,14 @@ def describe(module: nn.Module, configs: Sequence[TrainWeightsConfig]) -> TrainW
     overrides, float_names = {}, [name for name, form in names.items() if form is None]
     quantizable = _quantizable(module)
     for form in dict.fromkeys(form for form in names.values() if form is not None):
-        own = {name for name, each in names.items() if each == form}
+        own = {name for name, own_format in names.items() if own_format == form}
         overrides |= dict.fromkeys(_fewest_modules(own, quantizable - own), shortest(form))
     left_out = _fewest_modules(float_names, formats)
     return config.but(overrides=overrides, modules_to_not_convert=left_out or None)
 
 
 def _of_format(form: Format, configs: Sequence[TrainWeightsConfig]) -> TrainWeightsConfig:
-    """Return a configuration of one format for all weights, with what others agree on."""
+    """Return a configuration of one format for all weights, with the origin on which other configurations agree."""
     values = {name: value for name, value in form.get_config().items() if name in _PARAMETERS}
     origins = {(config.base_model, config.calibration_sha256) for config in configs}
     base_model, calibration_sha256 = origins.pop() if len(origins) == 1 else (None, None)
@@ -63,7 +63,7 @@ def _of_format(form: Format, configs: Sequence[TrainWeightsConfig]) -> TrainWeig
 
 
 def _is_other(choice: Choice) -> bool:
-    """Return whether a weight of a module is not what its choice says of it."""
+    """Return whether a weight of a module has another format than its choice names."""
     if is_quantized(choice.weight):
         return choice.reason in (AS_SAVED, LEFT_AS_SAVED)
     return choice.format is not None
