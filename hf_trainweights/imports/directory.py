@@ -17,7 +17,7 @@ from typing import Any
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import PreTrainedModel
 
-from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
 from hf_trainweights.files.digests import CONFIG_NAME
 from hf_trainweights.files.reading import read_json_object
 from hf_trainweights.formats.base import Format
@@ -26,14 +26,16 @@ from hf_trainweights.imports.layouts import layout_of
 from hf_trainweights.imports.layouts.base import AGAIN, CONFIG_AGAIN
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.choosing.summary import Summary
-from hf_trainweights.models.loading.saved_models import download, load_saved, read_config, refuse_file
+from hf_trainweights.models.loading.saved_models import download, load_saved, read_config, refuse_adapter, refuse_file
 from hf_trainweights.models.loading.stored_weights import saved_class
 from hf_trainweights.models.saving.new_directories import copy_companions, new_directory, require_vacant_directory
 
 # Where config.json describes a quantized model; compressed-tensors used the second before Transformers knew it.
 _KEYS = ("quantization_config", "compression_config")
-# Files of GPTQ and AWQ that describe the weights of the source once more.
-_DESCRIPTIONS = ("quantize_config.json", "quant_config.json")
+# Files of GPTQ, AWQ and ModelOpt that did so before, with the `quant_method` that they may leave out.
+_DESCRIPTIONS = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+# Settings that AWQ calls otherwise there.
+_OLD_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
 
 # Sizes and numbers of modules in a configuration, as models name them, and which of them need no file to be believed.
 _SIZES = re.compile(r".*(size|dim|d_model|d_ff|embd|inner|head|channel|position|rank).*")
@@ -56,10 +58,11 @@ def import_directory(source: str | os.PathLike[str], out: str | os.PathLike[str]
         The choice for each parameter.
 
     Raises:
-        ConfigError: `out` is not empty; the source is missing, cannot be read, is of no class of Transformers, lacks
-            weights, or is of no layout that is known.
+        ConfigError: `out` is not empty; the source is missing, cannot be read, has an adapter, is of no class of
+            Transformers, lacks weights, or is of no layout that is known.
         CorruptFileError: A file of the source is damaged, or tensors do not fit each other.
-        UnsupportedError: No format of this package can hold a weight exactly, which is named.
+        UnsupportedError: No format of this package can hold a weight exactly, or the class has no place for a tensor
+            that is not zero; it is named.
         SaveError: `out` cannot be written.
 
     Examples:
@@ -88,8 +91,6 @@ def import_directory(source: str | os.PathLike[str], out: str | os.PathLike[str]
         _write_config(converted, config, formats.most_common(1)[0][0])
         for directory in (converted, temporary):
             copy_companions(folder, directory)
-            for name in _DESCRIPTIONS:
-                (directory / name).unlink(missing_ok=True)
         model = _load(folder, converted)
         model.save_pretrained(temporary)
     quantizer: Any = model.hf_quantizer
@@ -97,9 +98,10 @@ def import_directory(source: str | os.PathLike[str], out: str | os.PathLike[str]
 
 
 def _folder(source: str | os.PathLike[str]) -> Path:
+    refuse_file(source)
+    refuse_adapter(source)
     if os.path.isdir(source):
         return Path(source)
-    refuse_file(source)
     try:
         return download(str(source))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -138,11 +140,23 @@ def _read_json(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise ConfigError(str(file), "the configuration of a model", str(error), AGAIN) from error
     described = next((config.pop(key) for key in _KEYS if config.get(key) is not None), None)
     if described is None:
-        next_step = "Quantize a float model with quantize_directory."
-        raise ConfigError(str(file), "a quantization_config", "none: a float model", next_step)
+        described = _read_description(folder)
     if not isinstance(described, dict):
         raise ConfigError(str(file), "an object as quantization_config", repr(described)[:200], AGAIN)
-    return described, config
+    return {_OLD_NAMES.get(key, key): value for key, value in described.items()}, config
+
+
+def _read_description(folder: Path) -> dict[str, Any]:
+    """Return the description of the quantized weights in a file of its own, as the first GPTQ and AWQ models have."""
+    for name, method in _DESCRIPTIONS.items():
+        if (folder / name).is_file():
+            return {"quant_method": method} | read_json_object(folder / name, AGAIN)
+    expected = f"a quantization_config, or {' or '.join(_DESCRIPTIONS)} beside it"
+    next_step = (
+        "Quantize a float model with quantize_directory. If these weights are quantized already, write that file, with "
+        "the bits and the group_size that they were made with."
+    )
+    raise ConfigError(str(folder / CONFIG_NAME), expected, "none", next_step)
 
 
 def _write_config(directory: Path, config: dict[str, Any], default: Format) -> None:
@@ -154,8 +168,8 @@ def _write_config(directory: Path, config: dict[str, Any], default: Format) -> N
 
 def _load(folder: Path, converted: Path) -> PreTrainedModel:
     try:
-        return load_saved(converted)
-    except (ConfigError, CorruptFileError) as error:
+        return load_saved(converted, every_tensor=True)
+    except (ConfigError, CorruptFileError, UnsupportedError) as error:
         # The files that were loaded are gone when somebody reads of them, and no file of the source has their names.
         file = rf"{re.escape(str(converted))}(/model[^:/]*)?"
         where = re.sub(file, lambda _: str(folder), error.where)

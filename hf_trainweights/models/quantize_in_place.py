@@ -74,7 +74,8 @@ def quantize_(
         ConfigError: There is nothing to quantize, a weight is quantized to another format already, a selector selects
             nothing, or the configuration is not valid or has unknown keys, or the module does not run on
             `calibration`, or no format gains by it; the module is unchanged.
-        QuantizationError: A weight holds NaN or Inf, is on the meta device, or is sharded; the module is unchanged.
+        QuantizationError: A weight holds NaN or Inf, is on the meta device, or is sharded, or a lazy layer has none
+            yet; the module is unchanged.
 
     Examples:
         >>> layers = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
@@ -125,10 +126,13 @@ def quantize_module(
 
 def _adopted(module: nn.Module, config: TrainWeightsConfig, found: Calibration | None) -> Summary | None:
     """Make the Transformers models in a module such as `from_pretrained` returns; return the summary of the whole."""
+    calibrated = {id(module.get_parameter(name)) for name in (found.weights if found is not None else ())}
     for model in _models(module):
-        quantizer = getattr(model, "hf_quantizer", None) or TrainWeightsHfQuantizer(config, pre_quantized=False)
+        is_calibrated = not calibrated.isdisjoint(map(id, model.parameters()))
+        own = config if is_calibrated else config.but(calibration_sha256=None)
+        quantizer = getattr(model, "hf_quantizer", None) or TrainWeightsHfQuantizer(own, pre_quantized=False)
         if isinstance(quantizer, TrainWeightsHfQuantizer):
-            if found is not None and found.weights:
+            if found is not None and is_calibrated:
                 # The quantizer may be that of an earlier call, or of a load.
                 quantizer.calibrated = found.gain
                 known = quantizer.quantization_config.but(calibration_sha256=config.calibration_sha256)

@@ -41,7 +41,12 @@ from hf_trainweights.models.loading.conversion import (
     TrainWeightsQuantize,
     return_freed_memory,
 )
-from hf_trainweights.models.loading.stored_weights import check_guards, check_none_is_missing, check_weight_files
+from hf_trainweights.models.loading.stored_weights import (
+    check_guards,
+    check_is_float,
+    check_none_is_missing,
+    check_weight_files,
+)
 from hf_trainweights.models.saving.hub import hub_id
 from hf_trainweights.models.saving.saved_tensors import flat_state_dict
 from hf_trainweights.models.saving.saving import attach_methods
@@ -154,6 +159,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             expect_unused(model, NOTICE_NAME)
             check_guards(model, self.state.choices, self.state.stored)
         else:
+            check_is_float(model.config.name_or_path or "checkpoint", self.state.stored, model)
             # The configuration may be a calibrated model's; these codes will be chosen by each weight alone.
             self.quantization_config = self.quantization_config.but(calibration_sha256=None)
             if self.quantization_config.needs_plan:

@@ -208,3 +208,25 @@ def test_rwkv_which_divides_its_weights_computes_what_the_float_model_does() -> 
     outputs, expected = (each.eval()(inputs).logits for each in (model, float_model))
     assert (outputs - expected).norm() < 0.03 * expected.norm()
     assert model.rwkv.layers_are_rescaled
+
+
+class Pair(nn.Module):
+    """Runs the second of two models twice, so that no weight of it is calibrated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (ARCHITECTURES["llama"].build() for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        outputs = [model(input_ids=input_ids).logits for model in (self.first, self.second, self.second)]
+        return torch.stack(outputs)
+
+
+def test_a_model_of_which_no_weight_was_calibrated_does_not_name_the_inputs() -> None:
+    pair = Pair()
+    config = TrainWeightsConfig("int4", group_size=32)
+    quantize_(pair, config, calibration=[{"input_ids": torch.randint(2, 96, (4, 16))}])
+    first, second = (model.config.quantization_config for model in (pair.first, pair.second))
+    assert first.calibration_sha256 is not None
+    assert second.calibration_sha256 is None
+    assert pair.second.hf_quantizer.calibrated is None

@@ -32,16 +32,18 @@ from hf_trainweights.checkpoint.manifest import (
     with_earlier_rounding,
     write_manifest,
 )
+from hf_trainweights.checkpoint.planning.optimizers import recorded_class
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.anchors import unused_anchors
 from hf_trainweights.checkpoint.run.checkpoints import RNG_PREFIX, file_problem, list_files, trainer_state
 from hf_trainweights.checkpoint.run.ranks import Ranks
 from hf_trainweights.errors import ConfigError, TrainWeightsError, UnsupportedError
 from hf_trainweights.files import disk
-from hf_trainweights.files.atomic import create_file, remove_files, replace_file, save_errors
+from hf_trainweights.files.atomic import create_file, keeping_permissions, remove_files, replace_file, save_errors
 from hf_trainweights.files.disk import lock_directory
 from hf_trainweights.files.reading import DigestedFile, file_sha256, is_torch_file
 from hf_trainweights.files.staging import remove_abandoned
+from hf_trainweights.files.weight_files import may_be_loaded
 from hf_trainweights.models.host.models import model_origin
 
 ANCHOR_EVERY_SAVES = 8
@@ -146,8 +148,9 @@ class SaveJob:
     """One checkpoint that is being saved: in a `temporary` directory that becomes `path`, or else where it lies.
 
     `anchor_every` is the most checkpoints that one anchor serves; None for a checkpoint that needs no other. The last
-    five serve where it lies: `buffers` is None if the checkpoint itself tells, `optimizer_names` are by their index in
-    the optimizer's state, and `weights_only` takes a model without training state as well.
+    six serve where it lies: `buffers` is None if the checkpoint itself tells, `optimizer_names` are by their index in
+    the optimizer's state, `optimizer_class` is None if nobody knows it, and `weights_only` takes a model without
+    training state as well.
     """
 
     path: Path
@@ -159,6 +162,7 @@ class SaveJob:
     keep_weights: bool = False
     buffers: Collection[str] | None = None
     optimizer_names: Mapping[Any, str] = field(default_factory=dict)
+    optimizer_class: str | None = None
     metrics: Mapping[str, Any] | None = None
     weights_only: bool = False
 
@@ -167,10 +171,21 @@ class SaveJob:
         """Where its files are written, and large payloads wait."""
         return self.temporary or self.path
 
+    def is_done(self, previous: Manifest, choices: Mapping[str, Any]) -> bool:
+        """Return whether a checkpoint was made small by these choices already, knowing as much of its optimizer."""
+        is_news = self.optimizer_class not in (None, recorded_class(previous.metadata))
+        return choices.items() <= previous.metadata.items() and not is_news
+
+    def class_after(self, previous: Manifest | None) -> str | None:
+        """Return the class of the optimizer, as an earlier save recorded it where the job does not know it."""
+        return self.optimizer_class or (recorded_class(previous.metadata) if previous else None)
+
     @contextlib.contextmanager
     def open_file(self, name: str) -> Iterator[DigestedFile]:
-        """Open a file of the directory for writing."""
-        with (create_file if self.temporary else replace_file)(self.directory / name) as file:
+        """Open a file of the directory for writing; new weights have the permissions of those that they replace."""
+        path = self.directory / name
+        weights = (file for file in self.path.glob("*") if may_be_loaded(file.name))
+        with create_file(path) if self.temporary else replace_file(path, weights) as file:
             yield DigestedFile(file)
 
 
@@ -183,11 +198,12 @@ def rewriting(path: Path) -> Iterator[None]:
     """
     outcome = "Every file there is whole, old or new."
     with save_errors(path, outcome), lock_directory(path, wait=True):
-        times = path.stat()
+        times, manifest = path.stat(), path / MANIFEST_NAME
         try:
-            remove_files([path / MANIFEST_NAME])
-            remove_abandoned(path)
-            yield
+            with keeping_permissions(manifest):
+                remove_files([manifest])
+                remove_abandoned(path)
+                yield
         finally:
             with contextlib.suppress(OSError):  # whoever may write in a directory of others may not set its times
                 disk.file_system.set_times(path, times.st_atime_ns, times.st_mtime_ns)

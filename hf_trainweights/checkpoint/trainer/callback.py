@@ -24,6 +24,7 @@ from transformers.utils import logging
 
 from hf_trainweights.checkpoint.directory import collect_garbage, find_checkpoints, layout_of, register_checkpoint
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, total_rounding
+from hf_trainweights.checkpoint.planning.optimizers import class_name
 from hf_trainweights.checkpoint.planning.policy import ModeName, Policy
 from hf_trainweights.checkpoint.planning.roles import optimizer_parameter_names
 from hf_trainweights.checkpoint.run.checkpoints import (
@@ -331,6 +332,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             keep_weights=bool(args.push_to_hub),
             buffers=_plain_names(module.named_buffers(remove_duplicate=False)),
             optimizer_names=names,
+            optimizer_class=class_name(optimizer),
             metrics=_newest_metrics(state),
         )
         self._backlog.add(job)

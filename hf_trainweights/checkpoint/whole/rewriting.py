@@ -37,7 +37,7 @@ from hf_trainweights.checkpoint.run.checkpoints import (
     weights_problem,
 )
 from hf_trainweights.checkpoint.run.job import SaveJob, manifest_fields, rewriting, write_complete_manifest
-from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME, Weights, save_tree, save_weights
+from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME, Weights, recorded_states, save_tree, save_weights
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnstorableError, UnsupportedError
 from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import freeing_in_background, move_file, remove_files, replace_by_link, replace_file
@@ -101,14 +101,16 @@ class WholeLayout:
         recorded: dict[str, Any] = {"policy": job.policy.to_dict(), "keep_weights": job.keep_weights}
         if job.base is not None:
             recorded["anchor"] = [str(job.base.path), job.base.keep]
-        if previous and recorded.items() <= previous.metadata.items():
+        if previous and job.is_done(previous, recorded):
             return previous
         require_undamaged(path, previous.files if previous else ())
-        optimizer = OptimizerFile(path, job.policy, job.optimizer_names)
+        optimizer = OptimizerFile(path, job.policy, job.optimizer_names, job.class_after(previous))
         weights = _weights_to_store(job, inventory, previous, optimizer)
         with rewriting(path):
             entries, fields = _compress_weights(job, inventory, previous, weights)
             entries |= _compress_others(job, inventory, optimizer, done=entries)
+            if optimizer.name in entries:
+                recorded |= recorded_states(job, optimizer.class_name, entries[optimizer.name])
             fields |= manifest_fields(path, previous, job.metrics, recorded)
             had_safetensors = any(file.suffix == ".safetensors" for file in inventory.weight_files)
             if job.weights_only and weights is not None and had_safetensors:
@@ -222,14 +224,15 @@ class OptimizerFile:
     are no names.
     """
 
-    def __init__(self, path: Path, policy: Policy, names: Mapping[Any, str]):
+    def __init__(self, path: Path, policy: Policy, names: Mapping[Any, str], class_name: str | None = None):
         files = [path / name for name in OPTIMIZER_NAMES if (path / name).exists()]
         file = newest(files, load_if_possible) if files else None
         self.name = file.name if file else None
         self.tree = load_if_possible(file) if file else None
         self.state: Mapping[str, Any] = self.tree if is_optimizer_state(self.tree) else {}
         self.names = names or (recorded_names(self.state) if self.state else {})
-        self.plan = policy.plan_tree(self.tree, self.names)
+        self.class_name = class_name
+        self.plan = policy.plan_tree(self.tree, self.names, class_name)
 
 
 def _weights_to_store(
@@ -259,7 +262,7 @@ def _weights_to_store(
     job.policy.require_used([*map(str, state), *optimizer.names.values()])
     buffers = _recorded_buffers(path, previous, file_name) if job.buffers is None else job.buffers
     buffers = find_buffers(state, optimizer.state) if buffers is None else buffers
-    return Weights(state, buffers, optimizer.state, optimizer.names, file_name)
+    return Weights(state, buffers, optimizer.state, optimizer.names, optimizer.class_name, file_name)
 
 
 def newest(files: Sequence[Path], read: Callable[[Path], Any]) -> Path:
@@ -371,7 +374,7 @@ def _to_safetensors(file: Path) -> str:
             {name: TensorToWrite.of(each) for name, each in load_file(file, mmap=True).items()},
             {"format": "pt"},
         )
-        move_file(aside, target)
+        move_file(aside, target, [file])
     finally:
         remove_files([aside])
     remove_files([file])
@@ -386,6 +389,7 @@ def replace_weights(path: Path, weights: Mapping[str, Any]) -> None:
     """
     inventory = Inventory(path)
     with rewriting(path):
-        with replace_file(path / WEIGHTS_NAME) as file:
+        replaced = inventory.replaced_by(WEIGHTS_NAME)
+        with replace_file(path / WEIGHTS_NAME, replaced) as file:
             torch.save(dict(weights), file)
-        remove_files(inventory.replaced_by(WEIGHTS_NAME))
+        remove_files(replaced)

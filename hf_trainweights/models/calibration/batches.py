@@ -58,7 +58,10 @@ def batches_of_texts(
     if tokenizer.pad_token is None:
         # What stands there does not matter, because the attention mask leaves it out.
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
-    most = min(_MOST_TOKENS, getattr(model.config, "max_position_embeddings", None) or _MOST_TOKENS)
+    # A model with other inputs beside texts has its positions in the configuration of the part that reads these.
+    configs = model.config, model.config.get_text_config()
+    positions = (getattr(config, "max_position_embeddings", None) for config in configs)
+    most = min(_MOST_TOKENS, next(filter(None, positions), _MOST_TOKENS))
     texts = sorted(texts, key=len)
     batches = []
     for start in range(0, len(texts), _TEXTS_A_BATCH):

@@ -69,6 +69,12 @@ def modules_kept_in_float(module: nn.Module, include_embeddings: bool) -> list[s
     return sorted(kept)
 
 
+def last_with_bias(model: PreTrainedModel) -> list[str]:
+    """Return the module that ends a model with a bias, if one does: its weight is not the last parameter."""
+    last = next(reversed([name for name, _ in model.named_parameters(remove_duplicate=False)]), "")
+    return [last.removesuffix(".bias")] if last.endswith(".bias") else []
+
+
 def output_head(module: nn.Module) -> nn.Module | None:
     """Return the layer that makes a model's outputs of its last states, the one that is as long as its vocabulary."""
     return module.get_output_embeddings() if isinstance(module, PreTrainedModel) else None
@@ -99,6 +105,11 @@ def has_adapters(model: PreTrainedModel) -> bool:
     """Return whether a model has adapters, so that saving it saves these alone."""
     loaded = getattr(model, "_hf_peft_config_loaded", None)
     return bool(getattr(model, "peft_config", None)) if loaded is None else loaded
+
+
+def adapter_file(source: str) -> str | None:
+    """Return the file that describes the adapter of a saved model, in a directory or on the Hub; None without one."""
+    return private("utils.peft_utils", "find_adapter_config_file")(source)
 
 
 def tasks_of(class_name: str) -> list[str]:
@@ -276,6 +287,11 @@ def cache_argument(model: nn.Module) -> str:
     """Return under which of `CACHE_ARGUMENTS` a model takes and returns what earlier tokens left; "": under none."""
     taken = inspect.signature(model.forward).parameters
     return next((name for name in CACHE_ARGUMENTS if name in taken), "")
+
+
+def is_cache(value: object) -> bool:
+    """Return whether a value holds what earlier tokens left: every cache of Transformers has this method."""
+    return hasattr(value, "get_seq_length")
 
 
 def is_stateful(model: PreTrainedModel) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import re
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,8 +23,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.reading import is_safe_name, is_torch_zip, require_regular_file
 from hf_trainweights.files.safetensors_file import read_safetensors_header
+from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 from hf_trainweights.formats import FORMATS
-from hf_trainweights.models.choosing.selection import NOT_IN_CHECKPOINT
+from hf_trainweights.models.choosing.selection import NOT_IN_CHECKPOINT, ROUTER
 from hf_trainweights.models.choosing.summary import Summary
 from hf_trainweights.models.host.models import base_prefix, was_loaded
 from hf_trainweights.tensor.guards import is_guard
@@ -36,6 +38,10 @@ from hf_trainweights.tensor.stored_names import (
 )
 
 _AGAIN = "Download it again, or save it again from the source."
+# Names of weight files that no loader looks for.
+_SINGLE = ("*.safetensors.index.json", "*.safetensors", "gptq_model*.bin")
+# Tensors by which other quantizers hold weights: GPTQ and AWQ, compressed-tensors, float8, LLM.int8, nf4.
+_CODES = re.compile(r".*\.(qweight|weight_packed|weight_scale(_inv)?|SCB|weight\.quant_state\..*)")
 _SHOWN = 3
 
 
@@ -97,6 +103,43 @@ def check_weight_files(
             )
         weights[weight] = StoredWeight(present, stored_bytes, "quantized")
     return weights
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the weight files that a loader reads of a model; ConfigError: there are none that it looks for.
+
+    A single file or index of another name is taken too, such as `gptq_model-4bit-128g.safetensors`.
+    """
+    candidates = [[directory / name for name in ENTRY_POINTS[:4] if (directory / name).exists()][:1]]
+    candidates += [sorted(directory.glob(pattern)) for pattern in _SINGLE]
+    entry = next((files[0] for files in candidates if len(files) == 1), None)
+    if entry is None:
+        next_step = "Rename a single file to model.safetensors; of a model in another layout download the original."
+        raise ConfigError(str(directory), f"one of {', '.join(ENTRY_POINTS[:4])}", "none", next_step)
+    files = [directory / name for name in shard_names(entry)] if entry.suffix == ".json" else [entry]
+    _check_places(files, directory)
+    return files
+
+
+def is_zero(file: Path, name: str) -> bool:
+    """Return whether a float tensor of a weight file holds nothing but zeros."""
+    if file.suffix == ".safetensors":
+        with safe_open(file, framework="pt") as opened:
+            return not bool(opened.get_tensor(name).any())
+    state_dict = torch.load(file, weights_only=True, map_location="cpu", mmap=is_torch_zip(file) or None)
+    return not bool(state_dict[name].any())
+
+
+def check_is_float(source: str | os.PathLike[str], names: Iterable[str], model: PreTrainedModel) -> None:
+    """Check that no tensor of the files is another quantizer's, by names that the model does not have; ConfigError."""
+    own = {name.rpartition(".")[2] for name in model.state_dict()}
+    codes = sorted(name for name in names if _CODES.fullmatch(name) and name.rpartition(".")[2] not in own)
+    if codes:
+        next_step = (
+            "Read it with import_directory, if it says how it is quantized (in config.json, quantize_config.json or "
+            "quant_config.json); or quantize the float model that it was made from."
+        )
+        raise ConfigError(str(source), "a float model", f"one that is already quantized, with {codes[0]}", next_step)
 
 
 def _check_places(files: Sequence[Path], directory: Path) -> None:
@@ -212,7 +255,7 @@ def check_none_is_missing(model: PreTrainedModel, summary: Summary, stored: Mapp
     missing = [
         choice.name
         for choice in summary.tensors
-        if choice.reason == NOT_IN_CHECKPOINT
+        if choice.reason in (NOT_IN_CHECKPOINT, ROUTER)  # earlier versions quantized routers too
         and choice.name.removeprefix(prefix) not in in_files
         and not was_loaded(parameters[choice.name])
     ]
