@@ -12,10 +12,11 @@ from hf_trainweights.checkpoint.encoded.decoder import decode_file
 from hf_trainweights.errors import TrainWeightsError
 from hf_trainweights.lazy import lazy as _lazy
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
-from hf_trainweights.models.quantize_in_place import quantize_
+from hf_trainweights.models.quantize_in_place import dequantize_, quantize_
+from hf_trainweights.models.quantize_in_place import settle as _settle
 from hf_trainweights.models.quantizer import TrainWeightsHfQuantizer
 from hf_trainweights.models.registration import register as _register
-from hf_trainweights.tensor.modules import dequantize_, get_model_size_in_bytes
+from hf_trainweights.tensor.modules import get_model_size_in_bytes
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor, rebuild_quantized_tensor
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ __getattr__ = _lazy(
     },
 )
 
-_register(TrainWeightsHfQuantizer, callable_by_files=(decode_file, rebuild_quantized_tensor))
+_register(TrainWeightsHfQuantizer, _settle, callable_by_files=(decode_file, rebuild_quantized_tensor))
 
 
 def __dir__() -> list[str]:

@@ -17,7 +17,7 @@ from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.models.budget.measure import check_measurable, measure_checkpoint
 from hf_trainweights.models.budget.plan import plan
-from hf_trainweights.models.choosing.config import TrainWeightsConfig
+from hf_trainweights.models.choosing.config import QUANT_METHOD, TrainWeightsConfig
 from hf_trainweights.models.choosing.selection import check_choice, choose, survey
 from hf_trainweights.models.choosing.summary import (
     Calibrated,
@@ -32,6 +32,7 @@ from hf_trainweights.models.host.checkpoints import (
     offer_before_merging,
     restore_conversions,
 )
+from hf_trainweights.models.host.models import forget_method
 from hf_trainweights.models.host.module_names import ModuleNames
 from hf_trainweights.models.host.ranks import failing_alike, is_loaded_by_ranks, read_whole, run_on_parts
 from hf_trainweights.models.host.renaming import StoredNames
@@ -50,10 +51,8 @@ from hf_trainweights.models.loading.stored_weights import (
 from hf_trainweights.models.saving.hub import hub_id
 from hf_trainweights.models.saving.saved_tensors import flat_state_dict, revert_stored_apart
 from hf_trainweights.models.saving.saving import attach_methods
-from hf_trainweights.tensor.distributed.placements import local_tensor
 from hf_trainweights.tensor.guards import NOTICE_NAME
-from hf_trainweights.tensor.modules import dequantize_
-from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+from hf_trainweights.tensor.modules import dequantize_weights, is_quantized
 from hf_trainweights.tensor.stored_names import FoldStoredTensors, stored_suffixes
 
 # Tensors of a quantized file are views of the memory-mapped file: on the "cpu" they take no memory until they are used.
@@ -303,12 +302,12 @@ class TrainWeightsHfQuantizer(HfQuantizer):
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
         # After a save config.dtype is a string.
         target = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        quantized = (p for p in model.parameters() if isinstance(local_tensor(p), QuantizedTensor))
-        shown = {parameter.dtype for parameter in quantized}
-        dequantize_(model, target)
+        shown = {parameter.dtype for parameter in model.parameters() if is_quantized(parameter)}
+        dequantize_weights(model, target)
         if target is not None:
             # The float weights beside them, which a cast has taken along: a product takes no two dtypes.
             for parameter in model.parameters():
                 if parameter.dtype in shown:
                     parameter.data = parameter.data.to(target)
+        forget_method(model, QUANT_METHOD)
         return model

@@ -97,7 +97,8 @@ def unsupported_in_place(where: str, weight: HeldTensor) -> UnsupportedError:
         where,
         "an op that leaves the quantized weight as it is",
         f"an in-place op on {weight!r}",
-        f"{HOW_TO_CHANGE} {OF_AVERAGES}",
+        f"{HOW_TO_CHANGE} {OF_AVERAGES} If a module's own code does this, name the module in modules_to_not_convert "
+        "when the float model is quantized.",
     )
 
 

@@ -29,6 +29,7 @@ from hf_trainweights.models.choosing.summary import (
     check_not_empty,
     stored_shape,
 )
+from hf_trainweights.models.choosing.written_weights import written_weights
 from hf_trainweights.models.host.adapters import adapter_prefixes
 from hf_trainweights.models.host.checkpoints import names_not_saved
 from hf_trainweights.models.host.models import (
@@ -37,12 +38,16 @@ from hf_trainweights.models.host.models import (
     modules_kept_in_float,
     output_head,
     tied_names,
+    weights_saved_elsewhere,
 )
 from hf_trainweights.tensor.distributed.placements import local_tensor
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # Why a weight is left alone that the configuration would have quantized.
 NOT_IN_CHECKPOINT = "not in the checkpoint"
+# Why it must be float: another package writes it into a file, or its values change while the model computes.
+SAVED_ELSEWHERE = "in a file that sentence-transformers writes"
+WRITTEN = "its module's own code writes to it"
 ROUTER = "router (an override quantizes it)"
 # Why a weight has its format, where that is not the configured one.
 OVERRIDE, PLANNED = "override", "planned"
@@ -64,7 +69,9 @@ class _Rules:
         # The names that overrides select, that `modules_to_not_convert` selects, and that the model keeps in float.
         self.selected = select(config.overrides, names)
         self.left_out = left_out(config.modules_to_not_convert or (), names)
+        self.saved_elsewhere = set(weights_saved_elsewhere(module))
         self.adapters, self.routers = adapter_prefixes(module), router_layers(module)
+        self.written = written_weights(module)
         self.heads: list[nn.Module | None] = []
         self.last_with_bias: set[str] = set()
         self.skipped, self.not_saved = listed(skip, names), set[str]()
@@ -174,6 +181,10 @@ def _wanted(name: str, parameter: Tensor, rules: _Rules) -> tuple[Format | None,
         return chosen, OVERRIDE
     if not rules.left_out.isdisjoint(known):
         return None, "in modules_to_not_convert"
+    if name in rules.saved_elsewhere:
+        return None, SAVED_ELSEWHERE
+    if not rules.written.isdisjoint(rules.aliases[name]):
+        return None, WRITTEN
     if rules.owners[module_name] in rules.routers:
         return None, ROUTER
     places = [rules.owners[alias.rpartition(".")[0]] for alias in rules.aliases[name]]

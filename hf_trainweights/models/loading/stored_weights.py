@@ -263,6 +263,12 @@ def check_none_is_missing(model: PreTrainedModel, summary: Summary, stored: Mapp
     """
     files = sorted({str(weight.file.parent) for weight in stored.values()})
     if not summary.quantized:
+        others = [name for name, weight in stored.items() if weight.kind == "quantized"]
+        if others:
+            expected = f"quantized weights of {type(model).__name__}"
+            found = f"weights of other names, such as {others[0]}"
+            next_step = "Load the model as the class that it was saved as, and take its part."
+            raise ConfigError(files[0], expected, found, next_step)
         expected = "quantized weights, as the quantization_config in config.json says"
         next_step = "If its weights are float, take that entry out of config.json; else save the quantized model again."
         raise ConfigError(files[0] if files else "checkpoint", expected, str(summary), next_step)

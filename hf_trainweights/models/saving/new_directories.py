@@ -26,6 +26,7 @@ from hf_trainweights.files.reading import is_safe_name, open_regular_file
 from hf_trainweights.files.staging import clean_up
 from hf_trainweights.files.weight_files import FOREIGN_WEIGHTS
 from hf_trainweights.models.host.checkpoints import save_remote_code
+from hf_trainweights.models.host.models import configurations_within
 
 _UNCHANGED = "It is as it was."
 # Files that are not copied: those that the quantized model writes itself, float weights, and training state.
@@ -164,7 +165,9 @@ def write_config(
 ) -> None:
     """Write the configuration of a model, its generation configuration, and the files of its own code."""
     config = copy.deepcopy(model.config)
-    vars(config).pop("quantization_config", None)
+    # Parts that were quantized before they were put together have one each.
+    for each in configurations_within(config):
+        vars(each).pop("quantization_config", None)
     if quantization_config is not None:
         config.quantization_config = quantization_config
     config.architectures = [type(model).__name__]
