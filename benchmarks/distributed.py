@@ -56,7 +56,8 @@ def state_of(megabytes: int, mesh: Any, seed: int) -> dict[str, Any]:
         sharded = [distribute_tensor(each, mesh, [Shard(0)]) for each in (weight, mean, square)]
         model[name] = sharded[0]
         states[name] = {"step": torch.tensor(100.0), "exp_avg": sharded[1], "exp_avg_sq": sharded[2]}
-    groups = [{"lr": 1e-4, "betas": (0.9, 0.999), "params": list(states)}]
+    (group,) = torch.optim.AdamW([torch.zeros(1)], lr=1e-4).state_dict()["param_groups"]
+    groups = [{**group, "params": list(states)}]
     return {"model": model, "optimizer": {"state": states, "param_groups": groups}}
 
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from hf_trainweights.checkpoint.encoded.decoder import decode_file
 from hf_trainweights.errors import TrainWeightsError
-from hf_trainweights.files.digests import verify_model
 from hf_trainweights.lazy import lazy as _lazy
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
-from hf_trainweights.models.quantize_in_place import quantize_
+from hf_trainweights.models.quantize_in_place import dequantize_, quantize_
+from hf_trainweights.models.quantize_in_place import settle as _settle
 from hf_trainweights.models.quantizer import TrainWeightsHfQuantizer
 from hf_trainweights.models.registration import register as _register
-from hf_trainweights.tensor.modules import dequantize_, get_model_size_in_bytes
+from hf_trainweights.tensor.modules import get_model_size_in_bytes
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor, rebuild_quantized_tensor
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hf_trainweights.imports.directory import import_directory
     from hf_trainweights.inspection.difference import compare_checkpoints, compare_models
     from hf_trainweights.inspection.listing import inspect_weights
+    from hf_trainweights.inspection.verification import verify_model
     from hf_trainweights.models.choosing.summary import summary
     from hf_trainweights.models.directory import dequantize_directory, quantize_directory
     from hf_trainweights.models.saving.single_file import load_file, save_file
@@ -94,12 +95,13 @@ __getattr__ = _lazy(
         "quantize_directory": "models.directory",
         "save_file": "models.saving.single_file",
         "summary": "models.choosing.summary",
+        "verify_model": "inspection.verification",
         "verify_onnx_model": "exports.onnx.model",
         "write_report": "report.write",
     },
 )
 
-_register(TrainWeightsHfQuantizer, callable_by_files=(decode_file, rebuild_quantized_tensor))
+_register(TrainWeightsHfQuantizer, _settle, callable_by_files=(decode_file, rebuild_quantized_tensor))
 
 
 def __dir__() -> list[str]:

@@ -24,7 +24,7 @@ from hf_trainweights.models.loading.stored_weights import check_weight_files
 from hf_trainweights.models.quantizer import refuse_disk
 from hf_trainweights.models.saving.saved_tensors import get_memory_footprint
 from hf_trainweights.tensor.guards import guards_of, is_guard, is_notice
-from hf_trainweights.tensor.modules import as_parameter, dequantize_
+from hf_trainweights.tensor.modules import as_parameter, dequantize_weights
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import flatten_state_dict, group_stored, parse_stored_name, unflatten_weight
 
@@ -168,10 +168,17 @@ class TrainWeightsDiffusersQuantizer(DiffusersQuantizer):
         return guards | flatten_state_dict(state_dict, config.default_format, config.compress), {}
 
     def _dequantize(self, model: Any) -> Any:
-        dequantize_(model)
+        dequantize_weights(model)
+        self.forget(model)
+        # diffusers deletes it when this returns.
+        model.hf_quantizer = self
+        return model
+
+    def forget(self, model: Any) -> None:
+        """Let a component whose weights are float again say no longer that it is quantized."""
+        del model.hf_quantizer
         kept = {key: value for key, value in model.config.items() if key != "quantization_config"}
         model._internal_dict = type(model.config)(kept)
-        return model
 
     @property
     def is_serializable(self) -> bool:

@@ -48,6 +48,13 @@ def compress(
     keep_base: Annotated[
         bool, typer.Option("--keep-base", help="With --anchor: keep those weights in the run, linked or copied.")
     ] = False,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CLASS",
+            help="Whose states these are, AdamW for torch's; others than Adam's and AdamW's stay exact.",
+        ),
+    ] = None,
     weights_only: Annotated[
         bool, typer.Option("--weights-only", help="Take a model without training state as well.")
     ] = False,
@@ -70,7 +77,7 @@ def compress(
         raise typer.BadParameter("There is nothing to keep without --anchor.", param_hint="--keep-base")
     with errors_in_one_line(debug):
         base = {} if anchor is None else {"anchor": _base(anchor), "keep_base": keep_base}
-        options = {**base, "weights_only": weights_only}
+        options = {**base, "weights_only": weights_only, "optimizer": optimizer}
         found = checkpoints(path)
         if not (dry_run or yes):
             _ask_before_rounding(policy, found)

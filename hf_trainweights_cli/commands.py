@@ -1,18 +1,28 @@
-"""What all commands of `trainweights` are made of: how they show flags, and how they end when they are interrupted."""
+"""The classes that all commands of `trainweights` share: they show flags, and end a command that cannot go on."""
 
 from __future__ import annotations
 
 import os
 import sys
+import traceback
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TextIO
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-# What a shell reports of a process that SIGINT or SIGPIPE has ended: 128 and the number of the signal.
-INTERRUPTED = 130
+# The exit code that a shell reports of a process that SIGINT or SIGPIPE has ended: 128 and the number of the signal.
+_INTERRUPTED = 130
 _BROKEN_PIPE = 141
+
+
+class AfterCommand(BaseException):
+    """Ends a command, so that `main` runs `call` outside of click: of an EOFError click says "Aborted." and no more."""
+
+    def __init__(self, call: Callable[[], object]):
+        super().__init__(call)
+        self.call = call
 
 
 class Command(TyperCommand):
@@ -41,11 +51,29 @@ class Group(TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt as error:
             typer.echo("interrupted: nothing half-written is left behind", err=True)
-            raise typer.Exit(INTERRUPTED) from error
-        except BrokenPipeError as error:
-            # Python would complain when it flushes what nobody reads.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(_BROKEN_PIPE) from error
+            raise typer.Exit(_INTERRUPTED) from error
+        except (BrokenPipeError, EOFError) as error:  # click would say nothing of the first, and little of the second
+            if isinstance(error, BrokenPipeError) and _end_streams_without_reader():
+                raise typer.Exit(_BROKEN_PIPE) from error
+            traceback.print_exception(error)
+            raise typer.Exit(1) from error
+
+
+def lost_its_reader(stream: TextIO) -> bool:
+    """Say whether nobody reads a stream any more: a BrokenPipeError may also be that of a connection to the Hub."""
+    try:
+        stream.flush()  # a write that failed has left in the buffer what it could not write
+    except BrokenPipeError:
+        return True
+    return False
+
+
+def _end_streams_without_reader() -> bool:
+    """Send unread output nowhere, because Python complains when it cannot flush it; return whether there was any."""
+    ended = [stream for stream in (sys.stdout, sys.stderr) if lost_its_reader(stream)]
+    for stream in ended:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return bool(ended)
 
 
 new_app = partial(

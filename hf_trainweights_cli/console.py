@@ -16,6 +16,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from hf_trainweights_cli.commands import lost_its_reader
+
 if TYPE_CHECKING:
     from hf_trainweights.errors import ConfigError
 
@@ -55,8 +57,9 @@ def errors_in_one_line(debug: bool) -> Iterator[None]:
     except Exception as error:
         from hf_trainweights.errors import TrainWeightsError
 
-        # A closed pipe is no error of the command: see `Group`.
-        if debug or isinstance(error, BrokenPipeError) or not isinstance(error, TrainWeightsError | OSError):
+        # That nobody reads the output is no error of the command: see `Group`.
+        is_unread = isinstance(error, BrokenPipeError) and any(map(lost_its_reader, (sys.stdout, sys.stderr)))
+        if debug or is_unread or not isinstance(error, TrainWeightsError | OSError):
             raise
         typer.echo(f"error: {one_line(_by_commands(error))}", err=True)
         raise typer.Exit(1) from error

@@ -56,7 +56,7 @@ def export(
 
     onnx: one call of the model as a graph, in float32, as ONNX Runtime reads it.
 
-    torchscript: one call of the model as a program, as torch.jit.load and libtorch read it.
+    torchscript: one call of the model as a program, as torch.jit.load and libtorch read it. PyTorch deprecates it.
 
     pt2: one call of the model as a program, as torch.export.load reads it.
     """
@@ -88,6 +88,9 @@ def _export(path: Path, out: Path, to: Layout, runtime: Runtime) -> None:
         case Layout.ONNX:
             hf_trainweights.export_onnx(path, out, runtime=runtime.value)
         case Layout.TORCHSCRIPT:
+            text = "PyTorch deprecates TorchScript, and a later release may not read it: `--to pt2` uses torch.export"
+            say(f"warning: {text}", err=True)
+            warnings.filterwarnings("ignore", message="PyTorch deprecates TorchScript", category=FutureWarning)
             hf_trainweights.export_torchscript(path, out)
         case Layout.PT2:
             hf_trainweights.export_program(path, out)

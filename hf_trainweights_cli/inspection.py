@@ -66,7 +66,7 @@ def verify(path: Model, as_json: AsJson = False, debug: Debug = False) -> None:
     """Read every weight file and compare it with its digest: a single flipped bit is found.
 
     Exits with 1 if a weight file is damaged or missing, if one is there that was not saved with the model, or if the
-    quantization_config in config.json was edited.
+    quantization_config in config.json was edited, or if the model would not find its weights.
     """
     from hf_trainweights import verify_model
 
@@ -80,6 +80,8 @@ def verify(path: Model, as_json: AsJson = False, debug: Debug = False) -> None:
         say(f"written by {', '.join(f'{package} {version}' for package, version in report.versions.items())}")
         if not report.covers_config:
             typer.echo("not covered: the quantization_config in config.json, of which the save kept no digest")
+        if report.unchecked:
+            typer.echo(f"not checked: whether the model finds its weights: {report.unchecked}")
     foreign = [f"{directory / name}: was not saved with the model" for name in report.foreign]
     exit_with([*(f"{directory / name}: {problem}" for name, problem in report.problems.items()), *foreign])
 

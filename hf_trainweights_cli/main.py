@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from hf_trainweights_cli import checkpoint, export, import_, inspection, push, quantize, report, run
-from hf_trainweights_cli.commands import Command, new_app
+from hf_trainweights_cli.commands import AfterCommand, Command, new_app
 from hf_trainweights_cli.demo.command import demo
 
 app = new_app()
@@ -32,7 +32,13 @@ app.add_typer(checkpoint.app, name="checkpoint")
 
 def main() -> None:
     """Run the `trainweights` command."""
-    app(prog_name="trainweights")
+    try:
+        app(prog_name="trainweights")
+    except AfterCommand as end:
+        call = end.call
+    else:
+        return
+    call()  # not above, where its errors would have another error as context
 
 
 def _show_version(wanted: bool) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import runpy
 import sys
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hf_trainweights_cli.commands import INTERRUPTED, Command
+from hf_trainweights_cli.commands import AfterCommand, Command
 
 
 class RunCommand(Command):
@@ -39,16 +40,12 @@ def run(
     import hf_trainweights  # noqa: F401  (registers the quantizer)
 
     sys.argv = [program, *(arguments or [])]
-    try:
-        if commands:
-            sys.exit(next(iter(commands)).load()())
-        elif file.is_file():
-            sys.path.insert(0, str(file.absolute().parent))
-            runpy.run_path(program, run_name="__main__")
-        else:
-            runpy.run_module(program, run_name="__main__", alter_sys=True)
-    except KeyboardInterrupt as error:  # before `Group` says of it what holds for commands of this package alone
-        raise SystemExit(INTERRUPTED) from error
+    if commands:
+        raise AfterCommand(lambda: sys.exit(next(iter(commands)).load()()))
+    if file.is_file():
+        sys.path.insert(0, str(file.absolute().parent))
+        raise AfterCommand(partial(runpy.run_path, program, run_name="__main__"))
+    raise AfterCommand(partial(runpy.run_module, program, run_name="__main__", alter_sys=True))
 
 
 def _is_module(name: str) -> bool:

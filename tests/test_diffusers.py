@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_trainweights import QuantizedTensor, TrainWeightsConfig
+from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_
 from hf_trainweights.errors import ConfigError, CorruptFileError, QuantizationError
 from hf_trainweights.files.safetensors_file import read_safetensors_header
 
@@ -172,3 +172,30 @@ def test_guards_lie_under_the_names_of_weights(source: Path, tmp_path: Path) -> 
     load(source, TrainWeightsConfig("int8")).save_pretrained(tmp_path)
     header = read_safetensors_header(tmp_path / FILE)
     assert header["time_embedding.linear_1.weight"]["shape"] == [1]
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")  # peft asks for it
+@pytest.mark.parametrize("is_pipeline", [False, True])
+def test_fusing_an_adapter_says_once_what_rounding_has_cost(is_pipeline: bool) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    torch.manual_seed(0)
+    sizes = {"block_out_channels": (32, 64), "layers_per_block": 1, "norm_num_groups": 8, "cross_attention_dim": 32}
+    blocks = {"down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "up_block_types": ("UpBlock2D",) * 2}
+    unet = diffusers.UNet2DConditionModel(**sizes, **blocks, attention_head_dim=8)
+    quantize_(unet, TrainWeightsConfig("int8"))
+    unet.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False))
+    fused = unet
+    if is_pipeline:
+        parts = dict.fromkeys(("vae", "text_encoder", "tokenizer", "safety_checker", "feature_extractor"))
+        fused = diffusers.StableDiffusionPipeline(
+            unet=unet,
+            scheduler=diffusers.DDIMScheduler(steps_offset=1, clip_sample=False),
+            **parts,
+            requires_safety_checker=False,
+        )
+    arguments = {"components": ["unet"]} if is_pipeline else {}
+    layers = sum(hasattr(module, "merged_adapters") for module in unet.modules())
+    for call in (fused.fuse_lora, fused.unfuse_lora):
+        with pytest.warns(UserWarning, match=f"^{layers} quantized weights were changed and rounded to int8") as told:
+            call(**arguments)
+        assert len(told) == 1

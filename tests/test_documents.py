@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import typer
 from hf_trainweights_cli.main import app
 
 ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "hf_trainweights"
 DOCUMENTS = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted(
     (ROOT / "docs").rglob("*.md")
 )
@@ -53,6 +55,36 @@ def test_the_reference_has_every_public_name(room: str) -> None:
     documented = {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)$", pages, re.MULTILINE)}
     public = importlib.import_module(".".join(filter(None, ("hf_trainweights", room)))).__all__
     assert set(public) - {"TrainWeightsError"} - documented == set()  # errors have a page of their own
+
+
+# Folders whose files a document may name; the package's own also by their path within it.
+FOLDERS = {path.name for parent in (ROOT, PACKAGE) for path in parent.iterdir() if path.is_dir()} | {"native"}
+FOLDERS -= {"build", "dist"}  # these are made
+EXAMPLES = {"hf_trainweights/formats/float8_e5m2.py", "models/1.2.0/model.torchscript.pt"}  # a reader makes these
+OF_OTHERS = {"tests/test_custom_models.py", "tests/test_quantization.py"}  # those of PEFT
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
+def test_code_that_a_document_names_exists(path: Path) -> None:
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    missing = [span for span in re.findall(r"`([^`\n]+)`", text) if not _exists(span)]
+    assert [span for span in missing if span not in EXAMPLES | OF_OTHERS] == []
+
+
+def _exists(span: str) -> bool:
+    """Return whether a file, module or constant that code in a text names is there; True for any other code."""
+    if (file := re.fullmatch(r"(\w+)(?:/[\w.]+)+/?", span)) and file[1] in FOLDERS:
+        homes = (ROOT, PACKAGE, *(native.parent for native in PACKAGE.rglob("native")))
+        return any((home / f"{span.rstrip('/')}{suffix}").exists() for home in homes for suffix in ("", ".py"))
+    if constant := re.fullmatch(r"(\w+)\.(_?[A-Z][A-Z0-9_]+)", span):
+        modules = PACKAGE.rglob(f"{constant[1]}.py")
+        return any(re.search(rf"\b{constant[2]}\b", module.read_text(encoding="utf-8")) for module in modules)
+    if name := re.match(r"hf_trainweights(?:\.\w+)+", span):
+        try:
+            pkgutil.resolve_name(name[0])
+        except (ImportError, AttributeError):
+            return False
+    return True
 
 
 @pytest.mark.parametrize("page", ["checkpoint", "distributed"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import inspect
 import pickle
+from pathlib import Path
 
 import pytest
 
@@ -71,3 +73,26 @@ def test_errors_cross_process_boundaries_whole(cls: type[TrainWeightsError], pro
 )
 def test_the_nearest_known_name_is_the_next_step(found: object, next_step: str) -> None:
     assert did_you_mean(found, ["int8", "int4"], "Choose one.") == next_step
+
+
+def _refuses_by_any_error(handler: ast.ExceptHandler) -> bool:
+    """Return whether a handler of Exception ends by raising another error from it."""
+    is_any = isinstance(handler.type, ast.Name) and handler.type.id == "Exception"
+    return is_any and isinstance(handler.body[-1], ast.Raise) and handler.body[-1].cause is not None
+
+
+def test_no_warning_becomes_a_refusal() -> None:
+    """Filters of a caller may raise the warnings of other libraries, which say nothing of a file or a model."""
+    refusals, faults = 0, []
+    for path in sorted(Path(errors.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            handlers = node.handlers if isinstance(node, ast.Try) else []
+            for number, handler in enumerate(handlers):
+                if _refuses_by_any_error(handler):
+                    refusals += 1
+                    before = [
+                        name for other in handlers[:number] for name in ast.walk(other) if isinstance(name, ast.Name)
+                    ]
+                    faults += [] if "Warning" in {name.id for name in before} else [f"{path.name}:{handler.lineno}"]
+    assert faults == []
+    assert refusals > 10

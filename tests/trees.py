@@ -18,6 +18,9 @@ from hf_trainweights.checkpoint.encoded.decoder import decode_file
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 
+# What torch's Adam records in a group beside learning rate and betas. Files that name no class show Adam by it.
+ADAM_SETTINGS = {"eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
+
 
 def fingerprint(value: Any) -> Any:
     """Something that is equal for two values only if they agree to the last bit, in type and in order."""

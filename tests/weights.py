@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from hf_trainweights import QuantizedTensor
 from hf_trainweights.formats import FORMATS, get_format, parameters_of
-from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.base import Format, Specs
 
 # K = 128, so that the groups of every format divide it.
 LAYOUTS = {
@@ -62,3 +66,35 @@ def same_bytes(first: Tensor, second: Tensor) -> bool:
     """Return whether two tensors agree in dtype, shape and every bit; torch.equal does not know float8."""
     kinds = (first.dtype, first.shape) == (second.dtype, second.shape)
     return kinds and torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
+
+
+@dataclass(frozen=True)
+class Packed(Format):
+    """Signs, `count` to a word, by a program that does not say which columns can be cut off."""
+
+    name: ClassVar[str] = "packed"
+    count: ClassVar[int] = 16
+    word: ClassVar[torch.dtype] = torch.int32
+
+    def tensor_specs(self, shape: Sequence[int], scale_dtype: torch.dtype) -> Specs:
+        *lead, K = shape
+        return {"qdata": ((*lead, -(-K // self.count)), self.word), "scale": ((*lead, 1), scale_dtype)}
+
+    def shape_of(self, qdata: Tensor) -> tuple[int, ...]:
+        return (*qdata.shape[:-1], qdata.shape[-1] * self.count)
+
+    def place(self, K: int) -> tuple[Tensor, Tensor]:
+        """Return in which word each column lies, and at which bit of it."""
+        columns = torch.arange(K)
+        return columns // self.count, columns % self.count
+
+    def quantize_rows(self, rows: Tensor, amax: Tensor, out: Mapping[str, Tensor]) -> None:
+        words, bits = self.place(rows.shape[1])
+        codes = (rows > 0).to(self.word) << bits.to(self.word)
+        out["qdata"].zero_().index_add_(1, words, codes)
+        out["scale"].copy_(amax)
+
+    def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
+        words, bits = self.place(K)
+        signs = (tensors["qdata"][..., words] >> bits.to(self.word) & 1) * 2 - 1
+        return (signs * tensors["scale"].float()).to(dtype)

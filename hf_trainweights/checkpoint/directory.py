@@ -18,6 +18,7 @@ from hf_trainweights.checkpoint.dcp.reader import dcp_directories
 from hf_trainweights.checkpoint.encoded.reader import find_base, register_anchor_directory
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hf_trainweights.checkpoint.planning.optimizers import class_name
 from hf_trainweights.checkpoint.planning.policy import ModeName, Policy
 from hf_trainweights.checkpoint.run.anchors import unused_anchors
 from hf_trainweights.checkpoint.run.checkpoints import (
@@ -204,6 +205,7 @@ def compress_directory(
     keep_weights: bool = False,
     buffers: Collection[str] | None = None,
     optimizer_names: Mapping[Any, str] | None = None,
+    optimizer: Any = None,
     metrics: Mapping[str, Any] | None = None,
     anchor_every: int = ANCHOR_EVERY_SAVES,
     anchor: str | Path | None = None,
@@ -213,7 +215,9 @@ def compress_directory(
     """Turn a checkpoint directory of the Trainer, or of torch.save, into a small one.
 
     Weights become one `pytorch_model.bin` (`adapter_model.bin`), other torch files keep their names; a file that
-    cannot be encoded stays as it is, with a warning. Calling it again with the same choices changes nothing.
+    cannot be encoded stays as it is, with a warning. So do safetensors of accelerate's `save_state`: it loads tied
+    weights from no other file unless `safe_serialization=False` wrote it. Calling it again with the same choices
+    changes nothing.
 
     Args:
         path: The directory. Others called `checkpoint-<step>` beside it may hold the anchor.
@@ -222,6 +226,8 @@ def compress_directory(
         keep_weights: Leave the weight files as they are, plain.
         buffers: Names of weights that are buffers. Default: what an earlier save recorded, else see `find_buffers`.
         optimizer_names: Names of the optimizer's parameters by their index in `optimizer.pt`.
+        optimizer: The optimizer, or its class by name; lossy modes round states of torch's Adam and AdamW alone.
+            Default: the recorded class, else one of these two if the groups have exactly its settings.
         metrics: For the manifest.
         anchor_every: The most checkpoints one anchor serves, at least 1.
         anchor: Plain weights outside the run, a directory or a file, that its first checkpoint is stored against.
@@ -249,10 +255,10 @@ def compress_directory(
     """
     path = Path(path).absolute()
     base = BaseChoice.of(anchor, keep_base)
-    wanted: dict[str, Any] = {"keep_weights": keep_weights, "weights_only": weights_only}
-    known: dict[str, Any] = {"buffers": buffers, "optimizer_names": optimizer_names or {}, "metrics": metrics}
+    wanted: dict[str, Any] = {"keep_weights": keep_weights, "weights_only": weights_only, "metrics": metrics}
+    training = {"optimizer_names": optimizer_names or {}, "optimizer_class": class_name(optimizer), "buffers": buffers}
     saves = require_count("anchor_every", anchor_every)
-    return layout_of(path).compress(SaveJob(path, Policy(mode, rules or {}), saves, base, **wanted, **known))
+    return layout_of(path).compress(SaveJob(path, Policy(mode, rules or {}), saves, base, **wanted, **training))
 
 
 def restore_directory(path: str | Path) -> Manifest:

@@ -58,7 +58,7 @@ class VersionedModelSaver:
     """
 
     def __init__(self, base_dir: str | Path):
-        self._base_dir = Path(base_dir)
+        self._base_dir = Path(base_dir).absolute()
 
     def save(
         self,
@@ -74,6 +74,7 @@ class VersionedModelSaver:
 
         A TorchScript copy is `model.torchscript.pt` in the version's directory, for `torch.jit.load` and libtorch. What
         TorchScript cannot hold gives a warning, `has_torchscript` in the metadata is False, and the version is whole.
+        PyTorch deprecates TorchScript, and a FutureWarning says so.
 
         Args:
             model: Its parameters and buffers are stored exactly, also buffers that its state dict leaves out.
@@ -190,10 +191,11 @@ class VersionedModelSaver:
 
 
 def _torchscript_copy(model: nn.Module, example_inputs: ExampleInputs | None) -> dict[str, bytes]:
-    """Return the TorchScript file of a model by its name; nothing, with a warning, where there can be none."""
+    """Return the TorchScript file of a model by its name; empty, with a warning, where there can be none."""
     # The exporters import Transformers' modelling code, which most saves do not need.
-    from hf_trainweights.exports.pytorch import torchscript_bytes
+    from hf_trainweights.exports.pytorch import DEPRECATION, torchscript_bytes
 
+    warnings.warn(DEPRECATION, FutureWarning, stacklevel=3)
     try:
         return {_TORCHSCRIPT_NAME: torchscript_bytes(model, example_inputs)}
     except TrainWeightsError as error:

@@ -27,6 +27,7 @@ from hf_trainweights.files.safetensors_file import MAX_SHARD_SIZE, TensorToWrite
 from hf_trainweights.files.staging import staged_files
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.host.checkpoints import checkpoint_tensors, names_not_saved
+from hf_trainweights.models.host.renaming import renamed_by_load
 from hf_trainweights.models.saving.new_directories import copy_companions, write_config
 from hf_trainweights.models.saving.saved_tensors import matrices_in_checkpoint
 from hf_trainweights.models.saving.saving import is_replaced
@@ -95,8 +96,22 @@ def lay_out(model: PreTrainedModel) -> tuple[dict[str, TensorToWrite], dict[str,
             found = "weights that their checkpoint splits, merges or reorders"
             raise _unsupported([name], found, "Quantize the model again and leave these in float.")
         for saved_name, rows in matrices.items():
-            tensors |= _name_tensors(saved_name, quantized[name], rows)
+            named = _name_tensors(saved_name, quantized[name], rows)
+            if quantized[name].dim() == 2 and not _is_found(model, name, saved_name, named):
+                weight = quantized.pop(name)
+                named = {saved_name: TensorToWrite(tuple(weight.shape), weight.dtype, weight.dequantize)}
+            tensors |= named
     return dict(sorted(tensors.items())), _configure(model, quantized)
+
+
+def _is_found(model: PreTrainedModel, name: str, saved_name: str, named: Iterable[str]) -> bool:
+    """Return whether stock Transformers finds a matrix by the layout's names.
+
+    A renaming may fit the name of a float weight alone, such as `.gate.weight` of PhiMoE's routers. Such a weight is
+    written in float, so that every reader finds it.
+    """
+    renamed = renamed_by_load(model, named)
+    return all(renamed[each] == name + each.removeprefix(saved_name) for each in named)
 
 
 def pack(codes: Tensor) -> Tensor:
@@ -187,7 +202,7 @@ def _configure(model: PreTrainedModel, weights: Mapping[str, QuantizedTensor]) -
         "quantization_status": "compressed",
         "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
         "config_groups": groups,
-        "ignore": [name for name, module in model.named_modules() if _is_float_matrix(module)],
+        "ignore": [name for name, module in model.named_modules() if _is_float_matrix(module, name not in modules)],
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
@@ -214,8 +229,9 @@ def _group(form: Format, targets: list[str]) -> dict[str, Any]:
     }
 
 
-def _is_float_matrix(module: nn.Module) -> bool:
-    """Return whether a module multiplies by a float weight: a Linear that was left alone, or a router of experts."""
+def _is_float_matrix(module: nn.Module, is_written_float: bool) -> bool:
+    """Return whether a module multiplies by a weight that is written in float, such as a Linear that was left alone."""
     weight = getattr(module, "weight", None)
     matrix = isinstance(weight, Tensor) and weight.dim() == 2
-    return matrix and not isinstance(weight, QuantizedTensor) and not isinstance(module, nn.Embedding)
+    is_float = is_written_float or not isinstance(weight, QuantizedTensor)
+    return matrix and is_float and not isinstance(module, nn.Embedding)

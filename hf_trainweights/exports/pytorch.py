@@ -23,6 +23,8 @@ from hf_trainweights.exports.sources import ExampleInputs, Inputs, NamedCall, Or
 from hf_trainweights.exports.targets import Target
 from hf_trainweights.files.staging import staged_files
 
+DEPRECATION = "PyTorch deprecates TorchScript, and a later release may not read it: export_program uses torch.export."
+
 
 def export_program(
     model_or_directory: nn.Module | str | os.PathLike[str],
@@ -117,8 +119,8 @@ def _saved_program(model: nn.Module, program: torch.export.ExportedProgram) -> m
 
 def _compile_program(model: nn.Module, program: torch.export.ExportedProgram, path: Path) -> None:
     with warnings.catch_warnings(), tracer_errors(model, "AOTInductor", "Leave out aot."):
-        # The compiler uses what PyTorch 2.13 itself deprecates, TorchScript for one.
-        warnings.filterwarnings("ignore", message=".*torch.jit.*", category=DeprecationWarning)
+        # The compiler itself uses deprecated parts of PyTorch, TorchScript for one.
+        warnings.filterwarnings("ignore", message=".*torch.jit.*")
         warnings.simplefilter("ignore", FutureWarning)
         torch._inductor.aoti_compile_and_package(program, package_path=str(path))
 
@@ -134,6 +136,8 @@ def export_torchscript(
 
     The file holds the codes and scales; the program dequantizes each weight where it is used. A traced model of
     Transformers takes its tensors in the order of `example_inputs` and returns a tuple of tensors.
+
+    PyTorch deprecates TorchScript, and a FutureWarning says so. `export_program` writes a program of `torch.export`.
 
     Args:
         model_or_directory: A model with quantized weights, or the directory of a quantized model.
@@ -164,6 +168,7 @@ def export_torchscript(
         raise ConfigError("out", "a file", f"the directory {out}", f"Write to {out / 'model.pt'}, for example.")
     model = model_of(model_or_directory)
     inputs = Inputs.of(model, example_inputs) if method == "trace" else None
+    warnings.warn(DEPRECATION, FutureWarning, stacklevel=2)
     with _without_deprecation(), in_eval_mode(model), lowered(model, Target()):
         content = _serialized(model, _compiled(model, inputs), optimize)
     with staged_files(out.parent, lambda name: name == out.name) as staged:
@@ -261,9 +266,9 @@ def _scripted_layer(module: Any) -> nn.Module | None:
 
 @contextlib.contextmanager
 def _without_deprecation() -> Iterator[None]:
-    """Keep PyTorch 2.13 from saying at each step that TorchScript is deprecated: whoever calls this has chosen it."""
+    """Keep PyTorch from saying at each step that TorchScript is deprecated: `DEPRECATION` says it once."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.jit.*", category=DeprecationWarning)
+        warnings.filterwarnings("ignore", message=r"`torch\.jit\.\w+` is ")
         # TorchScript reads all properties of a model, also those that Transformers is about to remove.
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
         yield

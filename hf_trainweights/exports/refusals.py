@@ -39,7 +39,7 @@ def tracer_errors(model: nn.Module, tracer: str, next_step: str) -> Iterator[Non
     """Turn errors of a tracer, but not those of a disk, into UnsupportedErrors that name the innermost module."""
     try:
         yield
-    except TrainWeightsError:
+    except (TrainWeightsError, Warning):
         raise
     # Tracers have dozens of errors of their own, most of them private.
     except Exception as error:

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import io
+import operator
 import os
 import re
+import stat
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -117,19 +120,49 @@ def create_file(path: Path) -> contextlib.AbstractContextManager[BinaryIO]:
 
 
 @contextlib.contextmanager
-def replace_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a binary file that takes the place of `path` when the block ends without an error, durably."""
+def replace_file(path: Path, also_replaced: Iterable[Path] = ()) -> Iterator[BinaryIO]:
+    """Yield a binary file that takes the place of `path` when the block ends without an error, durably.
+
+    From the start it has the permissions of `path`, or where there is none those of the files `also_replaced`.
+    """
     claim, descriptor = claim_file(path.parent)
     try:
         with _write(claim.path, descriptor, path) as file:
+            keep_permissions(claim.path, path, also_replaced)
             yield file
     finally:
         claim.release()
     disk.file_system.sync_directory(path.parent)
 
 
-def move_file(source: Path, target: Path) -> None:
+def keep_permissions(new: Path, replaced: Path, also_replaced: Iterable[Path] = ()) -> None:
+    """Give a new file or directory the permissions of the one it replaces, or else those that all others grant."""
+    modes = []
+    for path in [replaced] if replaced.exists() else also_replaced:
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            modes.append(stat.S_IMODE(path.stat().st_mode))
+    if modes:
+        _set_permissions(new, functools.reduce(operator.and_, modes))
+
+
+@contextlib.contextmanager
+def keeping_permissions(path: Path) -> Iterator[None]:
+    """Give a file that the block removes and writes again the permissions that it had."""
+    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
+    yield
+    if mode is not None and path.exists():
+        _set_permissions(path, mode)
+
+
+def _set_permissions(path: Path, mode: int) -> None:
+    # A file system without permissions shows the same ones of all files.
+    if mode != stat.S_IMODE(path.stat().st_mode):
+        disk.file_system.chmod(path, mode)
+
+
+def move_file(source: Path, target: Path, also_replaced: Iterable[Path] = ()) -> None:
     """Give a file that was written aside its final name in the same directory, durably, data first."""
+    keep_permissions(source, target, also_replaced)
     disk.file_system.sync_file(source)
     disk.file_system.rename(source, target)
     disk.file_system.sync_directory(target.parent)
@@ -148,6 +181,7 @@ def create_directory(path: Path) -> Iterator[Path]:
     temporary = claim.path / path.name
     try:
         disk.file_system.mkdir(temporary)
+        keep_permissions(temporary, path)
         yield temporary
         disk.file_system.sync_directory(temporary)
         require_vacant(path)  # another process may have been faster; renaming over its files would fail anyway
@@ -188,7 +222,7 @@ def link_or_copy(source: Path, target: Path) -> None:
     except OSError as error:
         if error.errno not in _NO_LINK_ERRNOS:
             raise
-        with replace_file(target) as file:
+        with replace_file(target, [source]) as file:
             for chunk in read_chunks(source):
                 file.write(chunk)
         return

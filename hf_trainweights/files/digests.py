@@ -54,6 +54,7 @@ class ModelReport:
         problems: File name to what is wrong with it; a damaged file of digests is one of them.
         foreign: Names of weight files that have no digest, sorted; a loader may prefer them.
         covers_config: Whether the digests say how config.json described the quantized weights; it is compared if so.
+        unchecked: Why the names in the weight files were not compared with the model's; empty if they were.
     """
 
     path: Path
@@ -62,10 +63,11 @@ class ModelReport:
     problems: Mapping[str, str]
     foreign: tuple[str, ...]
     covers_config: bool
+    unchecked: str = "only the files were compared"
 
     @property
     def ok(self) -> bool:
-        """Whether the weight files are those that were saved, and no others, and config.json describes them so."""
+        """Whether the weight files are those that were saved, and no others, and config.json and the model fit them."""
         return not self.problems and not self.foreign
 
 
@@ -102,7 +104,7 @@ def package_versions() -> dict[str, str]:
     return {package: importlib.metadata.version(package) for package in _PACKAGES}
 
 
-def verify_model(path: str | os.PathLike[str]) -> ModelReport:
+def verify_files(path: str | os.PathLike[str]) -> ModelReport:
     """Read every weight file of a saved model and compare it with its digest; a single flipped bit is found.
 
     So is a change of `quantization_config` in config.json, which says how the weights are read.
@@ -122,10 +124,10 @@ def verify_model(path: str | os.PathLike[str]) -> ModelReport:
         >>> directory = Path(tempfile.mkdtemp())
         >>> _ = (directory / "model.safetensors").write_bytes(b"weights")
         >>> write_digests(directory, ["model.safetensors"])
-        >>> verify_model(directory).ok
+        >>> verify_files(directory).ok
         True
         >>> _ = (directory / "model.safetensors").write_bytes(b"weighty")
-        >>> verify_model(directory).problems
+        >>> verify_files(directory).problems
         {'model.safetensors': 'has another SHA-256 than when it was saved'}
     """
     directory = Path(path)

@@ -46,6 +46,7 @@ class FileSystem:
     unlink = staticmethod(os.unlink)
     mkdir = staticmethod(os.mkdir)
     rmdir = staticmethod(os.rmdir)
+    chmod = staticmethod(os.chmod)
 
     def start_writing(self, descriptor: int, start: int, size_bytes: int) -> None:
         """Let the disk begin with a part of a file, so that an fsync at its end waits for less."""

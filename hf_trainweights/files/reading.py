@@ -173,6 +173,8 @@ def open_zip(path: str | Path) -> Iterator[zipfile.ZipFile]:
         try:
             with zipfile.ZipFile(file) as archive:
                 yield archive
+        except Warning:
+            raise
         except Exception as error:
             # On a damaged archive zipfile raises BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError,
             # OverflowError, struct.error, errors of zlib, bz2 and lzma, or EINVAL after a seek to a wrong place.

@@ -22,6 +22,7 @@ import errno
 import filecmp
 import json
 import logging
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ from pathlib import Path
 from hf_trainweights.errors import SaveError
 from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import (
+    keep_permissions,
     link_or_copy,
     make_directories,
     remove_files,
@@ -82,7 +84,9 @@ def staged_files(directory: Path, is_replaced: Callable[[str], bool]) -> Iterato
             try:
                 staged = StagedFiles(claim.path / _NEW)
                 disk.file_system.mkdir(staged.path)
+                _hide_from_those_who_may_not_read(staged.path, directory)
                 yield staged
+                _keep_permissions(staged.path, directory, is_replaced)
                 sync_tree(claim.path)
                 staged.names = _swap_in(claim.path, directory, is_replaced)
             finally:
@@ -90,6 +94,24 @@ def staged_files(directory: Path, is_replaced: Callable[[str], bool]) -> Iterato
                 if not (claim.path / _JOURNAL).exists():
                     remove_tree(claim.path, ignore_errors=True)
                 claim.release()
+
+
+def _hide_from_those_who_may_not_read(new: Path, directory: Path) -> None:
+    """Close a directory to the group, or to others, who may not read some file that new ones may replace."""
+    mode = open_to = stat.S_IMODE(new.stat().st_mode)
+    for path in filter(Path.is_file, directory.iterdir()):
+        readable = path.stat().st_mode
+        mode &= ~(stat.S_IRWXG * (not readable & stat.S_IRGRP) | stat.S_IRWXO * (not readable & stat.S_IROTH))
+    if mode != open_to:
+        disk.file_system.chmod(new, mode)
+
+
+def _keep_permissions(new: Path, directory: Path, is_replaced: Callable[[str], bool]) -> None:
+    """Give new files the permissions of those that they replace: of the same name, or else all of the same kind."""
+    earlier = [path for path in directory.iterdir() if path.is_file() and is_replaced(path.name)]
+    for file in filter(Path.is_file, new.rglob("*")):
+        name = file.relative_to(new).as_posix()
+        keep_permissions(file, directory / name, earlier if is_replaced(name) else ())
 
 
 def clean_up(directory: Path, *, dry_run: bool = False) -> list[Path]:

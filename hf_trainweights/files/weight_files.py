@@ -31,6 +31,9 @@ ENTRY_POINTS = (
     "adapter_model.bin",
 )
 
+FOREIGN_WEIGHTS = ("*.h5", "*.msgpack", "*.ot", "*.onnx*", "*.gguf", "*.ggml", "*.tflite", "*.mlmodel*", "*.pdparams")
+"""Patterns of the names of weights for frameworks that nothing here reads."""
+
 # What lies beside weights and does not change what a loader makes of them.
 _UNREAD = ("README.md", "trainweights_files*.json")
 

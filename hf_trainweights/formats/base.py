@@ -53,7 +53,10 @@ class Format(ABC):
 
     @property
     def column_step(self) -> int:
-        """The least number of columns that can be cut off without rounding anew: those that share a scale."""
+        """The least number of columns that can be cut off without rounding anew: those that share a scale or a word.
+
+        `can_cut_columns` proves each cut, so that a format that does not say it has no wrong parts.
+        """
         return getattr(self, "group_size", None) or 1
 
     def check_group_size(self, allowed: Sequence[int], advice: str) -> None:

@@ -6,6 +6,7 @@ A weight `[*, N, K]` is a table of stored tensors. Each has N as its last dimens
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -14,6 +15,9 @@ from torch import Tensor
 from hf_trainweights.errors import QuantizationError
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.group_scales import pack_bits, unpack_bits
+
+# Rows of the weight that proves how columns can be cut: some formats hold no single row.
+_PROVING_ROWS = 2
 
 
 def cut_rows(form: Format, tensors: Mapping[str, Tensor], cut: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
@@ -33,15 +37,53 @@ def cut_columns(
         >>> {name: tuple(tensor.shape) for name, tensor in half.items()}
         {'qdata': (2, 4), 'scale': (2, 1)}
     """
-    *lead, K = shape
-    step = form.column_step
+    if not can_cut_columns(form, shape[-1], start, stop):
+        step, K = form.column_step, shape[-1]
+        in_steps = 0 <= start < stop <= K and not (start % step or stop % step)
+        where = "at which its stored tensors can be cut" if in_steps else f"at multiples of {step}"
+        next_step = "Cut at other columns, or quantize with a group_size that divides the parts."
+        raise QuantizationError("columns", f"a part of {K} columns {where} for {form}", f"{start} to {stop}", next_step)
+    return _cut(form, tensors, shape, start, stop)
+
+
+@functools.lru_cache(maxsize=4096)
+def can_cut_columns(form: Format, K: int, start: int, stop: int) -> bool:
+    """Return whether columns `start` to `stop` of K are a part of each stored tensor, and stand for the same values.
+
+    A format may pack columns as it likes, and need not say so by `column_step`. So a small weight proves it.
+    """
+    step, shape, width = form.column_step, (_PROVING_ROWS, K), stop - start
     if not 0 <= start < stop <= K or start % step or stop % step:
-        raise QuantizationError(
-            "columns",
-            f"a part of {K} columns at multiples of {step} for {form}",
-            f"{start} to {stop}",
-            "Cut at other columns, or quantize with a group_size that divides the parts.",
-        )
+        return False
+    if (start, stop) == (0, K):
+        return True
+    if form.fallback((_PROVING_ROWS, width)) != form or not _is_proportional(form, K, start, stop):
+        return False
+    if form.fallback(shape) != form:
+        # No weight of so few rows can have this format, so that the sizes of its tensors must do.
+        return True
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu", dtype=torch.float32)
+    tensors = form.quantize(weight)
+    cut_tensors, cut_shape = _cut(form, tensors, shape, start, stop), (_PROVING_ROWS, width)
+    if form.shape_of(cut_tensors["qdata"]) != cut_shape:
+        return False
+    values = form.dequantize(tensors, shape, torch.float32)[:, start:stop]
+    return torch.equal(form.dequantize(cut_tensors, cut_shape, torch.float32), values)
+
+
+def _is_proportional(form: Format, K: int, start: int, stop: int) -> bool:
+    """Return whether each stored tensor serves all columns, or has as great a share for a part as that has of K."""
+    widths = K, stop - start
+    specs, own_specs = (form.tensor_specs((_PROVING_ROWS, width), torch.float32) for width in widths)
+    for name in specs.keys() - form.bit_packed.keys():
+        size, part_size = specs[name][0][-1], own_specs[name][0][-1]
+        if size != part_size and (start * size % K or part_size * K != size * (stop - start)):
+            return False
+    return True
+
+
+def _cut(form: Format, tensors: Mapping[str, Tensor], shape: Sequence[int], start: int, stop: int) -> dict[str, Tensor]:
+    (*lead, K), step = shape, form.column_step
     sizes = _row_sizes(form, shape, tensors)
     part_sizes = _row_sizes(form, (*lead, stop - start), tensors)
     part = {}

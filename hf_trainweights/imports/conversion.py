@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,17 @@ from hf_trainweights.files.digests import CONFIG_NAME
 from hf_trainweights.files.reading import is_torch_zip
 from hf_trainweights.files.safetensors_file import TensorToWrite, write_safetensors
 from hf_trainweights.files.spill import Spill
-from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 from hf_trainweights.formats.base import Format
 from hf_trainweights.imports.layouts.base import AGAIN, CONFIG_AGAIN, FROM_FLOAT, Layout
 from hf_trainweights.models.choosing.selection import is_experts, is_transposed
 from hf_trainweights.models.host.models import base_prefix
-from hf_trainweights.models.loading.stored_weights import check_weight_files
+from hf_trainweights.models.loading.stored_weights import check_weight_files, weight_files
 from hf_trainweights.models.saving.saved_tensors import matrices_in_checkpoint
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import flatten_weight
 
 # Bytes that wait, in files without names, until they are written together: a loader opens each shard.
 _SHARD_BYTES = 1 << 29
-_MODEL_FILES = ENTRY_POINTS[:4]
 # Codes have 2 bits or more, and a tied weight that files hold once is counted twice.
 _WEIGHTS_PER_BYTE = 8
 
@@ -48,7 +46,9 @@ class Source:
         self._readers: dict[str, Callable[[str], Tensor]] = {}
         self.metadata: dict[str, str] = {}
         self.size_bytes = 0
-        for path in _weight_files(directory):
+        files = weight_files(directory)
+        check_weight_files(files, directory)
+        for path in files:
             self.size_bytes += path.stat().st_size
             readers, metadata = _readers(path)
             for name in readers.keys() & self._readers.keys():
@@ -92,16 +92,6 @@ def _readers(path: Path) -> tuple[dict[str, Callable[[str], Tensor]], dict[str, 
     return dict.fromkeys(tensors, tensors.__getitem__), {}
 
 
-def _weight_files(directory: Path) -> list[Path]:
-    entry = next((directory / name for name in _MODEL_FILES if (directory / name).exists()), None)
-    if entry is None:
-        next_step = "Rename a single file to model.safetensors; of a model in another layout download the original."
-        raise ConfigError(str(directory), f"one of {', '.join(_MODEL_FILES)}", "none", next_step)
-    files = [directory / name for name in shard_names(entry)] if entry.suffix == ".json" else [entry]
-    check_weight_files(files, directory)
-    return files
-
-
 class Skeleton:
     """A model without weights, whose files have so many bytes.
 
@@ -114,6 +104,8 @@ class Skeleton:
         try:
             with torch.device("meta"):
                 self._model = cls(config)
+        except Warning:
+            raise
         except Exception as error:
             # What is wrong in a configuration, Transformers tells by whatever error that leads to.
             expected, found = f"what {cls.__name__} can be built of", f"{type(error).__name__}: {error}"[:200]
@@ -223,6 +215,7 @@ def _converted(
         if all(part is None for part in parts.values()):
             yield {saved: source.tensor(saved) for module in matrices for saved in modules.get(module, {}).values()}
             continue
+        _check_nothing_beside(source, layout, [modules[module] for module in matrices if module in modules])
         merged = _merge(name, shape, parts, matrices, spill)
         formats[merged.format] += 1
         yield flatten_weight(name, merged, default=None)
@@ -231,6 +224,14 @@ def _converted(
 def _read(source: Source, layout: Layout, module: str, leaves: dict[str, str]) -> QuantizedTensor | None:
     read = layout.leaves | {"weight"}
     return layout.read(module, {leaf: source.tensor(name) for leaf, name in leaves.items() if leaf in read})
+
+
+def _check_nothing_beside(source: Source, layout: Layout, experts: Iterable[Mapping[str, str]]) -> None:
+    """Check that experts have no tensors but zeros beside their quantized weights, such as a bias; UnsupportedError."""
+    for leaves in experts:
+        for leaf, name in leaves.items():
+            if leaf not in layout.leaves | {"weight"} and bool(source.tensor(name).any()):
+                raise UnsupportedError(name, "experts of a weight alone", "a tensor beside it", FROM_FLOAT)
 
 
 def _merge(

@@ -10,35 +10,38 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import PreTrainedModel
 
-from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
 from hf_trainweights.files.digests import CONFIG_NAME
 from hf_trainweights.files.reading import read_json_object
 from hf_trainweights.formats.base import Format
 from hf_trainweights.imports.conversion import Skeleton, Source, convert
 from hf_trainweights.imports.layouts import layout_of
-from hf_trainweights.imports.layouts.base import AGAIN, CONFIG_AGAIN
+from hf_trainweights.imports.layouts.base import AGAIN
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.choosing.summary import Summary
-from hf_trainweights.models.loading.saved_models import download, load_saved, read_config, refuse_file
+from hf_trainweights.models.loading.saved_models import (
+    check_config,
+    download,
+    load_saved,
+    read_config,
+    refuse_adapter,
+    refuse_file,
+)
 from hf_trainweights.models.loading.stored_weights import saved_class
 from hf_trainweights.models.saving.new_directories import copy_companions, new_directory, require_vacant_directory
 
 # Where config.json describes a quantized model; compressed-tensors used the second before Transformers knew it.
 _KEYS = ("quantization_config", "compression_config")
-# Files of GPTQ and AWQ that describe the weights of the source once more.
-_DESCRIPTIONS = ("quantize_config.json", "quant_config.json")
-
-# Sizes and numbers of modules in a configuration, as models name them, and which of them need no file to be believed.
-_SIZES = re.compile(r".*(size|dim|d_model|d_ff|embd|inner|head|channel|position|rank).*")
-_MODULES = re.compile(r".*(layer|expert).*")
-_LARGE, _MANY = 1 << 27, 1000
+# Files of GPTQ, AWQ and ModelOpt that did so before, with the `quant_method` that they may leave out.
+_DESCRIPTIONS = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+# Settings that AWQ calls otherwise there.
+_OLD_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
 
 
 def import_directory(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> Summary:
@@ -56,10 +59,11 @@ def import_directory(source: str | os.PathLike[str], out: str | os.PathLike[str]
         The choice for each parameter.
 
     Raises:
-        ConfigError: `out` is not empty; the source is missing, cannot be read, is of no class of Transformers, lacks
-            weights, or is of no layout that is known.
+        ConfigError: `out` is not empty; the source is missing, cannot be read, has an adapter, is of no class of
+            Transformers, lacks weights, or is of no layout that is known.
         CorruptFileError: A file of the source is damaged, or tensors do not fit each other.
-        UnsupportedError: No format of this package can hold a weight exactly, which is named.
+        UnsupportedError: No format of this package can hold a weight exactly, or the class has no place for a tensor
+            that is not zero; it is named.
         SaveError: `out` cannot be written.
 
     Examples:
@@ -88,8 +92,6 @@ def import_directory(source: str | os.PathLike[str], out: str | os.PathLike[str]
         _write_config(converted, config, formats.most_common(1)[0][0])
         for directory in (converted, temporary):
             copy_companions(folder, directory)
-            for name in _DESCRIPTIONS:
-                (directory / name).unlink(missing_ok=True)
         model = _load(folder, converted)
         model.save_pretrained(temporary)
     quantizer: Any = model.hf_quantizer
@@ -97,9 +99,10 @@ def import_directory(source: str | os.PathLike[str], out: str | os.PathLike[str]
 
 
 def _folder(source: str | os.PathLike[str]) -> Path:
+    refuse_file(source)
+    refuse_adapter(source)
     if os.path.isdir(source):
         return Path(source)
-    refuse_file(source)
     try:
         return download(str(source))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -111,24 +114,6 @@ def _folder(source: str | os.PathLike[str]) -> Path:
         raise ConfigError(str(source), "a quantized model", found, next_step) from error
 
 
-def check_config(config: Mapping[str, Any], tensors: int, size_bytes: int, where: str) -> None:
-    """Check that a configuration asks for no larger layers, and no more layers or experts, than files can fill.
-
-    A model is built before anything is read, and one of 10^9 layers keeps a process busy until its memory ends.
-    """
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            check_config(value, tensors, size_bytes, f"{where}: {key}")
-        elif type(value) is not int:
-            continue
-        elif _SIZES.fullmatch(key) and value > max(size_bytes, _LARGE):
-            expected = f"a size that {size_bytes} bytes of weights can fill"
-            raise CorruptFileError(f"{where}: {key}", expected, f"{value}", CONFIG_AGAIN)
-        elif _MODULES.fullmatch(key) and not _SIZES.fullmatch(key) and value > max(tensors, _MANY):
-            expected = f"a number of modules that {tensors} tensors can fill"
-            raise CorruptFileError(f"{where}: {key}", expected, f"{value}", CONFIG_AGAIN)
-
-
 def _read_json(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the description of the quantized weights, and the configuration without it."""
     file = folder / CONFIG_NAME
@@ -138,11 +123,23 @@ def _read_json(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise ConfigError(str(file), "the configuration of a model", str(error), AGAIN) from error
     described = next((config.pop(key) for key in _KEYS if config.get(key) is not None), None)
     if described is None:
-        next_step = "Quantize a float model with quantize_directory."
-        raise ConfigError(str(file), "a quantization_config", "none: a float model", next_step)
+        described = _read_description(folder)
     if not isinstance(described, dict):
         raise ConfigError(str(file), "an object as quantization_config", repr(described)[:200], AGAIN)
-    return described, config
+    return {_OLD_NAMES.get(key, key): value for key, value in described.items()}, config
+
+
+def _read_description(folder: Path) -> dict[str, Any]:
+    """Return the description of the quantized weights in a file of its own, as the first GPTQ and AWQ models have."""
+    for name, method in _DESCRIPTIONS.items():
+        if (folder / name).is_file():
+            return {"quant_method": method} | read_json_object(folder / name, AGAIN)
+    expected = f"a quantization_config, or {' or '.join(_DESCRIPTIONS)} beside it"
+    next_step = (
+        "Quantize a float model with quantize_directory. If these weights are quantized already, write that file, with "
+        "the bits and the group_size that they were made with."
+    )
+    raise ConfigError(str(folder / CONFIG_NAME), expected, "none", next_step)
 
 
 def _write_config(directory: Path, config: dict[str, Any], default: Format) -> None:
@@ -154,8 +151,8 @@ def _write_config(directory: Path, config: dict[str, Any], default: Format) -> N
 
 def _load(folder: Path, converted: Path) -> PreTrainedModel:
     try:
-        return load_saved(converted)
-    except (ConfigError, CorruptFileError) as error:
+        return load_saved(converted, every_tensor=True)
+    except (ConfigError, CorruptFileError, UnsupportedError) as error:
         # The files that were loaded are gone when somebody reads of them, and no file of the source has their names.
         file = rf"{re.escape(str(converted))}(/model[^:/]*)?"
         where = re.sub(file, lambda _: str(folder), error.where)

@@ -38,6 +38,10 @@ _MOST_PACKED_ROWS = 4
 # What counts as many.
 _MANY_ROWS = 64
 
+# Why weights are slow, for `slowness`.
+_NO_PRODUCT = "no compiled product reads this format"
+_DEQUANTIZED_FIRST = ", so each product dequantizes them first and takes longer than one with float weights."
+
 # Weights that are dequantized at a time, and the least rows of them: a block stays in a cache, where a whole float
 # weight of 32 MB is mapped, page by page, and given back at every product.
 _BLOCK_ELEMENTS = 1 << 20
@@ -114,7 +118,8 @@ def _scale_columns(x: Tensor, held: Mapping[str, Tensor]) -> Tensor:
     """Return an input `[*, K]` times the column scales of a weight, rounded once.
 
     In a 16-bit dtype that is one rounding of the input. Beside the roundings of the inner product it keeps the error
-    below 1.5 times that of the dequantized product, whose weights are rounded likewise (tests/kernels).
+    below 1.5 times that of the dequantized product, whose weights are rounded likewise, and half a step of the digits
+    of x (tests/kernels).
     """
     return (x * held[COLUMN_SCALE].view(-1)).to(x.dtype)
 
@@ -247,19 +252,19 @@ def slowness(form: Format, dtype: torch.dtype) -> str | None:
     if isinstance(form, ColumnScaled):
         return slowness(form.inner, dtype)
     held = compiled.in_memory(form)
-    if not isinstance(held, compiled.FORMATS):
-        return None
+    has_product = isinstance(held, compiled.FORMATS)
     if not compiled.is_available():
         if isinstance(held, Int8) and held.group_size is None and dtype != torch.float32:
             return None
+        why = "no C compiler was there at installation, or none for this CPU" if has_product else _NO_PRODUCT
         return (
-            f"{form.name} weights: no C compiler was there at installation, or none for this CPU, so each product "
-            "dequantizes them first and takes longer than one with float weights. int8 without group_size with "
-            "dtype=torch.bfloat16 is fast."
+            f"{form.name} weights: {why}{_DEQUANTIZED_FIRST} int8 without group_size with dtype=torch.bfloat16 is fast."
         )
-    if is_rounding(held) or _is_fast(held, dtype):
+    if has_product and (is_rounding(held) or _is_fast(held, dtype)):
         return None
     fast = "int8" if _is_fast(Int8(), dtype) else 'int8 with activations="int8"'
+    if not has_product:
+        return f"{form.name} weights: {_NO_PRODUCT}{_DEQUANTIZED_FIRST} {fast} is fast."
     return (
         f"{form.name} weights in {str(dtype).removeprefix('torch.')}: on this CPU a product of many tokens takes "
         f"longer than one with float weights. {fast} is fast."

@@ -66,11 +66,13 @@ def quantize_directory(
         The choice for each parameter, and what calibration was worth.
 
     Raises:
-        ConfigError: `out` is not empty; the source is missing, cannot be read, is quantized already, is of no class of
-            Transformers, or lacks weights; or nothing would be quantized; or `calibration` does not fit the model.
+        ConfigError: `out` is not empty; the source is missing, cannot be read, has an adapter, is quantized already, is
+            of no class of Transformers, or lacks weights; or nothing would be quantized; or `calibration` does not fit
+            the model.
         CorruptFileError: A file of the source is damaged.
         QuantizationError: A weight holds NaN or Inf.
         SaveError: `out` cannot be written.
+        UnsupportedError: A layer of the class has no place for a tensor of the files that is not zero, such as a bias.
 
     Examples:
         >>> print(quantize_directory("llama", "llama-small", "int8"))
@@ -133,8 +135,8 @@ def dequantize_directory(
         dtype: Of all weights; `"auto"` for the dtypes they were saved in.
 
     Raises:
-        ConfigError: `out` is not empty; the source is missing, cannot be read, is not quantized by this package, or
-            lacks weights; or `dtype` is no float dtype.
+        ConfigError: `out` is not empty; the source is missing, cannot be read, has an adapter, is not quantized by
+            this package, or lacks weights; or `dtype` is no float dtype.
         CorruptFileError: A file of the source is damaged.
         SaveError: `out` cannot be written.
 

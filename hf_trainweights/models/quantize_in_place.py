@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -27,13 +28,22 @@ from hf_trainweights.models.budget.sensitivity import Batch
 from hf_trainweights.models.calibration.batches import digest_of
 from hf_trainweights.models.calibration.finished import FinishedBlocks
 from hf_trainweights.models.calibration.walk import Calibration, calibrate, require_gain
-from hf_trainweights.models.choosing.config import FormatName, TrainWeightsConfig
+from hf_trainweights.models.choosing.config import QUANT_METHOD, FormatName, TrainWeightsConfig
+from hf_trainweights.models.choosing.description import describe, is_described
 from hf_trainweights.models.choosing.selection import check_choice, choose
 from hf_trainweights.models.choosing.summary import Choice, Summary, say_if_head_is_large, say_if_slow
-from hf_trainweights.models.loading.conversion import keep_in
+from hf_trainweights.models.host.models import quant_method
+from hf_trainweights.models.loading.conversion import keep_in, loading_to_write
 from hf_trainweights.models.quantizer import TrainWeightsHfQuantizer
+from hf_trainweights.models.saving.saving import forget_if_float
 from hf_trainweights.tensor.distributed.placements import local_tensor
-from hf_trainweights.tensor.modules import as_parameter, parameter_places, put_parameter
+from hf_trainweights.tensor.modules import (
+    as_parameter,
+    dequantize_weights,
+    is_quantized,
+    parameter_places,
+    put_parameter,
+)
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 _logger = logging.getLogger(__name__)
@@ -64,7 +74,8 @@ def quantize_(
         ConfigError: There is nothing to quantize, a weight is quantized to another format already, a selector selects
             nothing, or the configuration is not valid or has unknown keys, or the module does not run on
             `calibration`, or no format gains by it; the module is unchanged.
-        QuantizationError: A weight holds NaN or Inf, is on the meta device, or is sharded; the module is unchanged.
+        QuantizationError: A weight holds NaN or Inf, is on the meta device, or is sharded, or a lazy layer has none
+            yet; the module is unchanged.
 
     Examples:
         >>> layers = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
@@ -115,10 +126,13 @@ def quantize_module(
 
 def _adopted(module: nn.Module, config: TrainWeightsConfig, found: Calibration | None) -> Summary | None:
     """Make the Transformers models in a module such as `from_pretrained` returns; return the summary of the whole."""
+    calibrated = {id(module.get_parameter(name)) for name in (found.weights if found is not None else ())}
     for model in _models(module):
-        quantizer = getattr(model, "hf_quantizer", None) or TrainWeightsHfQuantizer(config, pre_quantized=False)
+        is_calibrated = not calibrated.isdisjoint(map(id, model.parameters()))
+        own = config if is_calibrated else config.but(calibration_sha256=None)
+        quantizer = getattr(model, "hf_quantizer", None) or TrainWeightsHfQuantizer(own, pre_quantized=False)
         if isinstance(quantizer, TrainWeightsHfQuantizer):
-            if found is not None and found.weights:
+            if found is not None and is_calibrated:
                 # The quantizer may be that of an earlier call, or of a load.
                 quantizer.calibrated = found.gain
                 known = quantizer.quantization_config.but(calibration_sha256=config.calibration_sha256)
@@ -139,11 +153,56 @@ def _told(summary: Summary, found: Calibration | None) -> Summary:
     return summary
 
 
-def adopt(module: nn.Module) -> None:
-    """Make a Transformers model that got quantized weights otherwise the same as one that `from_pretrained` loaded."""
-    stored = getattr(module.config, "quantization_config", None) if isinstance(module, PreTrainedModel) else None
-    if isinstance(module, PreTrainedModel) and isinstance(stored, dict | TrainWeightsConfig):
-        TrainWeightsHfQuantizer(TrainWeightsConfig.of(stored), pre_quantized=True).adopt(module)
+def adopt(model: nn.Module) -> bool:
+    """Make a Transformers model that got quantized weights otherwise the same as one that `from_pretrained` loaded.
+
+    Return whether it was made so: False for one that is so already, or holds no quantized weight.
+    """
+    if not isinstance(model, PreTrainedModel) or getattr(model, "hf_quantizer", None) is not None:
+        return False
+    if not any(map(is_quantized, model.parameters())):
+        return False
+    saved: Any = getattr(model.config, "quantization_config", None)
+    config = TrainWeightsConfig.of(saved) if quant_method(model.config) == QUANT_METHOD else None
+    if config is None or not is_described(model, config):
+        quantizers = (getattr(part, "hf_quantizer", None) for part in model.modules())
+        configs = [own.quantization_config for own in quantizers if isinstance(own, TrainWeightsHfQuantizer)]
+        config = describe(model, configs)
+    # Advice about the speed of its products was due when its parts got their weights.
+    with loading_to_write(None):
+        quantizer = TrainWeightsHfQuantizer(config, pre_quantized=True)
+    quantizer.adopt(model)
+    return True
+
+
+def dequantize_(module: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Replace the quantized weights of a module by the float weights they stand for, in place.
+
+    Args:
+        module: Any module. A model of Transformers or diffusers in it that has no other quantized weights is a float
+            model again, which saves itself without this package.
+        dtype: Dtype of the float weights; each weight's own if None.
+
+    Raises:
+        CorruptFileError: A stored tensor does not fit its format.
+
+    Examples:
+        >>> from hf_trainweights import TrainWeightsConfig, quantize_
+        >>> layer = nn.Linear(64, 64)
+        >>> _ = quantize_(layer, TrainWeightsConfig("int8"))
+        >>> dequantize_(layer)
+        >>> type(layer.weight).__name__
+        'Parameter'
+    """
+    dequantize_weights(module, dtype)
+    for part in module.modules():
+        forget_if_float(part)
+
+
+def settle(model: PreTrainedModel) -> bool:
+    """Let a model say of itself whether it is quantized as its weights are; return whether it now says that it is."""
+    forget_if_float(model)
+    return adopt(model)
 
 
 def _models(module: nn.Module) -> Iterator[PreTrainedModel]:

@@ -17,7 +17,7 @@ from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.models.budget.measure import check_measurable, measure_checkpoint
 from hf_trainweights.models.budget.plan import plan
-from hf_trainweights.models.choosing.config import TrainWeightsConfig
+from hf_trainweights.models.choosing.config import QUANT_METHOD, TrainWeightsConfig
 from hf_trainweights.models.choosing.selection import check_choice, choose, survey
 from hf_trainweights.models.choosing.summary import (
     Calibrated,
@@ -27,28 +27,33 @@ from hf_trainweights.models.choosing.summary import (
     say_if_slow,
 )
 from hf_trainweights.models.host.checkpoints import (
-    drop_conversions,
     expect_unused,
     make_converter,
     offer_before_merging,
-    restore_merging,
+    restore_conversions,
 )
+from hf_trainweights.models.host.models import forget_method
+from hf_trainweights.models.host.module_names import ModuleNames
 from hf_trainweights.models.host.ranks import failing_alike, is_loaded_by_ranks, read_whole, run_on_parts
+from hf_trainweights.models.host.renaming import StoredNames
 from hf_trainweights.models.loading.conversion import (
     LoadState,
     TrainWeightsDeserialize,
     TrainWeightsQuantize,
     return_freed_memory,
 )
-from hf_trainweights.models.loading.stored_weights import check_guards, check_none_is_missing, check_weight_files
+from hf_trainweights.models.loading.stored_weights import (
+    check_guards,
+    check_is_float,
+    check_none_is_missing,
+    check_weight_files,
+)
 from hf_trainweights.models.saving.hub import hub_id
-from hf_trainweights.models.saving.saved_tensors import flat_state_dict
+from hf_trainweights.models.saving.saved_tensors import flat_state_dict, revert_stored_apart
 from hf_trainweights.models.saving.saving import attach_methods
-from hf_trainweights.tensor.distributed.placements import local_tensor
 from hf_trainweights.tensor.guards import NOTICE_NAME
-from hf_trainweights.tensor.modules import dequantize_
-from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
-from hf_trainweights.tensor.stored_names import FoldStoredTensors, stored_name, stored_suffixes
+from hf_trainweights.tensor.modules import dequantize_weights, is_quantized
+from hf_trainweights.tensor.stored_names import FoldStoredTensors, stored_suffixes
 
 # Tensors of a quantized file are views of the memory-mapped file: on the "cpu" they take no memory until they are used.
 _MAPPED = 'Modules on "disk" are memory-mapped on "cpu" instead: nothing is copied until it is used.'
@@ -99,6 +104,8 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         self.calibrated: Calibrated | None = None
         self._summary: Summary | None = None
         self._whole_reads: RemovableHandle | None = None
+        # The model while it is loaded: Transformers up to 5.20 does not name it to `update_weight_conversions`.
+        self._skeleton: PreTrainedModel | None = None
 
     def summary(self) -> Summary:
         """Return the choice for each parameter: quantized or left alone, and why.
@@ -147,7 +154,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         return {**max_memory, "cpu": sys.maxsize}
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        files = kwargs.get("checkpoint_files") or []
+        self._skeleton, files = model, kwargs.get("checkpoint_files") or []
         with failing_alike(is_loaded_by_ranks(model)):
             self.state.stored = check_weight_files(files, model.config.name_or_path or "")
         self._choose(model)
@@ -155,6 +162,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             expect_unused(model, NOTICE_NAME)
             check_guards(model, self.state.choices, self.state.stored)
         else:
+            check_is_float(model.config.name_or_path or "checkpoint", self.state.stored, model)
             # The configuration may be a calibrated model's; these codes will be chosen by each weight alone.
             self.quantization_config = self.quantization_config.but(calibration_sha256=None)
             if self.quantization_config.needs_plan:
@@ -203,33 +211,29 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         """Return the operation that quantizes a float weight."""
         return self.operation
 
-    def get_weight_conversions(self) -> list[Any]:
-        """Return the converters that put the weights of a quantized checkpoint together."""
-        if not self.pre_quantized:
-            return []
-        # The files tell what is quantized: config.json does not keep the order of the overrides.
-        stored = {name for name, weight in self.state.stored.items() if weight.is_coded or weight.kind == "quantized"}
-        leaves = {name.rpartition(".")[2] for name in stored | self.state.choices.keys()}
-        suffixes, operation = stored_suffixes(), TrainWeightsDeserialize(self.state)
-        # On the CPU tensors are views of the file, before a rank's part of them is moved to its device.
-        on_cpu = self._whole_reads is not None
-        return [
-            make_converter([stored_name(leaf, suffix) for suffix in suffixes], leaf, operation, on_cpu)
-            for leaf in sorted(leaves | {"weight"})
-        ]
-
     def update_weight_conversions(
         self, weight_conversions: list[Any], model: PreTrainedModel | None = None
     ) -> list[Any]:
-        """Return the model's converters and our own; experts are quantized before they are merged."""
-        if self.pre_quantized:
-            return [*weight_conversions, *self.get_weight_conversions()]
+        """Return the model's converters and our own; experts are quantized before they are merged.
+
+        Ours is the first. A converter of the model would join or transpose the codes of a quantized checkpoint.
+        """
+        model = model or self._skeleton
+        if self.pre_quantized and model is not None:
+            # The files tell what is quantized: config.json does not keep the order of the overrides.
+            stored = [name for name, weight in self.state.stored.items() if weight.is_stored]
+            find = StoredNames(model, weight_conversions, stored).find
+            # On the CPU tensors are views of the file, before a rank's part of them is moved to its device.
+            on_cpu = self._whole_reads is not None
+            ours = make_converter(find, stored_suffixes(), TrainWeightsDeserialize(self.state), on_cpu)
+            return [ours, *weight_conversions]
         self._plan(weight_conversions)
         return [offer_before_merging(conversion) for conversion in weight_conversions]
 
     # When they are loaded
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        self._skeleton = None
         if self._whole_reads is not None:
             self._whole_reads.remove()
             self._whole_reads = None
@@ -252,11 +256,10 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             if not self.pre_quantized:
                 say_if_head_is_large(self.summary())
         return_freed_memory()
-        # Our converters have no inverse, and a save needs none: it gets the names of the file.
-        drop_conversions(model, TrainWeightsDeserialize)
         if self.pre_quantized:
-            restore_merging(model)
+            restore_conversions(model, [choice.name for choice in self.summary().quantized])
         attach_methods(model)
+        model.register_load_state_dict_pre_hook(ModuleNames())
         model.register_load_state_dict_pre_hook(FoldStoredTensors(self.state.default))
         return model
 
@@ -271,7 +274,11 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         safetensors writes a second entry beside Transformers' own in random order: two saves of a model would differ.
         """
         compress, given = self.quantization_config.compress, self.state_dict_to_save
-        return flat_state_dict(model, self.state.default, given, self.writes_guards, compress, self.spill), {}
+        flat = flat_state_dict(model, self.state.default, given, self.writes_guards, compress, self.spill)
+        if self.writes_guards:
+            # The model is a copy, made for this save.
+            revert_stored_apart(model, flat)
+        return flat, {}
 
     def is_serializable(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return True: quantized models can be saved."""
@@ -295,12 +302,12 @@ class TrainWeightsHfQuantizer(HfQuantizer):
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
         # After a save config.dtype is a string.
         target = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        quantized = (p for p in model.parameters() if isinstance(local_tensor(p), QuantizedTensor))
-        shown = {parameter.dtype for parameter in quantized}
-        dequantize_(model, target)
+        shown = {parameter.dtype for parameter in model.parameters() if is_quantized(parameter)}
+        dequantize_weights(model, target)
         if target is not None:
             # The float weights beside them, which a cast has taken along: a product takes no two dtypes.
             for parameter in model.parameters():
                 if parameter.dtype in shown:
                     parameter.data = parameter.data.to(target)
+        forget_method(model, QUANT_METHOD)
         return model

@@ -8,6 +8,12 @@
   nobody how to write to a weight of another class (`host/adapters`).
 - `PreTrainedModel._from_config` refuses the configuration of a model that this package quantized: Transformers asks no
   quantizer there, and makes a float model that says of itself that it is quantized (`host/models`).
+- `PreTrainedModel.initialize_weights` does not see quantized weights: after a load, a class may write to parts of a
+  weight that it has just loaded (`host/models`).
+- `PreTrainedConfig.get_config_dict` lets the configuration of a part, such as the text tower of a quantized CLIP, say
+  that its weights are quantized. config.json says it once, of the whole, and Transformers reads the part alone.
+- Methods of `PreTrainedModel` that save, resize, measure or dequantize a model make one whose weights are quantized a
+  quantized model first: it may be composed of quantized parts, which no load of Transformers has seen.
 
 The first save of a quantized model puts a function in the place of `safe_save_file`, which Transformers writes each
 shard by and offers no other way to: it calls Transformers' own except within our saves (`host/checkpoints`).
@@ -24,15 +30,26 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.serialization import add_safe_globals
+from transformers import PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 
 from hf_trainweights.models.choosing.config import QUANT_METHOD, TrainWeightsConfig
 from hf_trainweights.models.host.adapters import meet_adapters
-from hf_trainweights.models.host.models import refuse_quantized_configurations
+from hf_trainweights.models.host.models import (
+    adopt_before,
+    hand_down_to_parts,
+    hide_from_initialization,
+    refuse_quantized_configurations,
+)
 from hf_trainweights.tensor.modules import describe
 
+# The methods that a quantized model has in place of Transformers' own, and the one that makes it float.
+_METHODS = ("save_pretrained", "push_to_hub", "get_memory_footprint", "resize_token_embeddings", "dequantize")
 
-def register(quantizer: type, callable_by_files: Iterable[Callable[..., Any]]) -> None:
+
+def register(
+    quantizer: type, adopt: Callable[[PreTrainedModel], bool], callable_by_files: Iterable[Callable[..., Any]]
+) -> None:
     """Register the quantizer with Transformers, and with torch what `weights_only=True` may call; once is enough."""
     # Transformers refuses a second registration, as after a reload of the package, with a ValueError.
     with contextlib.suppress(ValueError):
@@ -41,6 +58,9 @@ def register(quantizer: type, callable_by_files: Iterable[Callable[..., Any]]) -
         register_module_module_registration_hook(meet_adapters)  # type: ignore[arg-type]
         register_module_parameter_registration_hook(describe)  # type: ignore[arg-type]
         refuse_quantized_configurations(QUANT_METHOD)
+        hand_down_to_parts(QUANT_METHOD)
+        hide_from_initialization()
+        adopt_before(_METHODS, adopt)
     for function in callable_by_files:
         # Files name it by the package alone, so that modules may move.
         function.__module__ = __name__.partition(".")[0]

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from hf_trainweights.models.budget.sensitivity import copied
 from hf_trainweights.models.calibration.batches import batches_of_texts
 from hf_trainweights.models.calibration.blocks import inputs_of, without_padding
 from hf_trainweights.models.loading.saved_models import load_saved, load_tokenizer
@@ -73,10 +74,10 @@ def measure_with_texts(
             held = rows[layers[layer]]
             if sum(map(len, held)) < _MOST_ROWS:
                 inputs = without_padding(x, batch)
-                held.append(inputs[:: -(-len(inputs) // _ROWS_A_BATCH)].float())
+                held.append(copied(inputs[:: -(-len(inputs) // _ROWS_A_BATCH)]).float())
 
         with inputs_of(layers, see):
-            expected = reference(**batch)
+            expected = reference(**copied(batch))
         _add(sums, batch, model(**batch), expected)
     inputs = {name: torch.cat(parts)[:_MOST_ROWS] for name, parts in rows.items()}
     return _means(sums, _is_causal(reference), inputs)

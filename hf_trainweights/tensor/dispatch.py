@@ -29,6 +29,12 @@ REPLACEMENTS: dict[Any, Callable[..., Any]] = {}
 # How often each op without a handler has dequantized its weights in this process.
 FALLBACKS: Counter[str] = Counter()
 
+# The advice to whoever averages weights over the steps of a training. `lerp_` leaves equal weights exactly as they are.
+OF_AVERAGES = (
+    "To average a model over training steps, leave out weights without requires_grad, or use lerp_, as AveragedModel "
+    "does with multi_avg_fn=get_ema_multi_avg_fn()."
+)
+
 _logger = logging.getLogger(__name__)
 _LOG_FALLBACKS = os.environ.get("TRAINWEIGHTS_LOG_FALLBACK") == "1"
 
@@ -91,7 +97,8 @@ def unsupported_in_place(where: str, weight: HeldTensor) -> UnsupportedError:
         where,
         "an op that leaves the quantized weight as it is",
         f"an in-place op on {weight!r}",
-        HOW_TO_CHANGE,
+        f"{HOW_TO_CHANGE} {OF_AVERAGES} If a module's own code does this, name the module in modules_to_not_convert "
+        "when the float model is quantized.",
     )
 
 

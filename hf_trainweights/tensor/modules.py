@@ -19,24 +19,8 @@ def as_parameter(weight: QuantizedTensor) -> nn.Parameter:
     return weight  # type: ignore[return-value]
 
 
-def dequantize_(module: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Replace the quantized weights of a module by the float weights they stand for, in place.
-
-    Args:
-        module: Any module.
-        dtype: Dtype of the float weights; each weight's own if None.
-
-    Raises:
-        CorruptFileError: A stored tensor does not fit its format.
-
-    Examples:
-        >>> from hf_trainweights import TrainWeightsConfig, quantize_
-        >>> layer = nn.Linear(64, 64)
-        >>> _ = quantize_(layer, TrainWeightsConfig("int8"))
-        >>> dequantize_(layer)
-        >>> type(layer.weight).__name__
-        'Parameter'
-    """
+def dequantize_weights(module: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Replace the quantized weights of a module by float weights, in each weight's own dtype if it is None."""
     for places in parameter_places(module).values():
         owner, name = places[0]
         parameter = getattr(owner, name)
@@ -66,6 +50,11 @@ def get_model_size_in_bytes(module: nn.Module) -> int:
             storage = held.untyped_storage()
             sizes[storage._cdata] = storage.nbytes()
     return sum(sizes.values())
+
+
+def is_quantized(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter is a quantized weight, or one that ranks hold quantized parts of."""
+    return isinstance(local_tensor(parameter), QuantizedTensor)
 
 
 def parameter_places(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:

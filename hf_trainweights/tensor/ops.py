@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.formats.arithmetic import as_bytes
 from hf_trainweights.formats.cutting import cut_rows
-from hf_trainweights.tensor.dispatch import implements, replaces, unsupported_in_place
+from hf_trainweights.tensor.dispatch import OF_AVERAGES, compute_dequantized, implements, replaces, unsupported_in_place
 from hf_trainweights.tensor.quantized_tensor import SHOWN_DTYPES, QuantizedTensor
 from hf_trainweights.tensor.read_only import HOW_TO_CHANGE, lost_write, read_only, read_only_storage
 
@@ -97,17 +97,10 @@ def _copy(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False)
     del func
     if isinstance(target, QuantizedTensor) and _holds(target, source):
         return target
-    same = (
-        isinstance(target, QuantizedTensor)
-        and isinstance(source, QuantizedTensor)
-        and (target.format, target.stored_shape) == (source.format, source.stored_shape)
-        and target.transposed == source.transposed
-        and target.scale_dtype == source.scale_dtype
-    )
-    if not same:
+    if not _are_alike(target, source):
         next_step = (
             "Call load_state_dict(..., assign=True), or quantize the source in this format first, as PEFT's "
-            "set_base_model_state_dict needs it. Resize embeddings before they are quantized. For "
+            f"set_base_model_state_dict needs it. Resize embeddings before they are quantized. {OF_AVERAGES} For "
             "DistributedDataParallel give all processes the same quantized weights first: load one checkpoint, or set "
             "one seed before the module is made."
             if isinstance(target, QuantizedTensor)
@@ -122,6 +115,47 @@ def _copy(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False)
     for name, tensor in target.tensors.items():
         tensor.copy_(source.tensors[name], non_blocking=non_blocking)
     return target
+
+
+def _are_alike(target: Tensor, source: Tensor) -> bool:
+    """Return whether two tensors are quantized in the same way, so that one takes the codes of the other."""
+    return (
+        isinstance(target, QuantizedTensor)
+        and isinstance(source, QuantizedTensor)
+        and (target.format, target.stored_shape) == (source.format, source.stored_shape)
+        and target.transposed == source.transposed
+        and target.scale_dtype == source.scale_dtype
+    )
+
+
+@implements(aten.lerp_.Scalar)
+def _lerp(func: Any, target: Tensor, source: Tensor, weight: float) -> Any:
+    """Leave a quantized weight as it is that is moved towards itself: an average over steps does so, to all weights."""
+    del weight
+    if not isinstance(target, QuantizedTensor):
+        return NotImplemented
+    if not _are_equal(target, source):
+        raise unsupported_in_place(str(func), target)
+    return target
+
+
+@implements(aten._foreach_lerp_.Scalar)
+def _lerp_each(func: Any, targets: Sequence[Tensor], sources: Sequence[Tensor], weight: float) -> None:
+    """Move float tensors as PyTorch does, and quantized ones as `_lerp` does; all are checked before any moves."""
+    for target, source in zip(targets, sources, strict=True):
+        if isinstance(target, QuantizedTensor) and not _are_equal(target, source):
+            raise unsupported_in_place(str(func), target)
+    pairs = [pair for pair in zip(targets, sources, strict=True) if not isinstance(pair[0], QuantizedTensor)]
+    if pairs:
+        compute_dequantized(func, *map(list, zip(*pairs, strict=True)), weight)
+
+
+def _are_equal(target: QuantizedTensor, source: Tensor) -> bool:
+    """Return whether a tensor has exactly the values of a quantized one."""
+    if not isinstance(source, QuantizedTensor):
+        return _holds(target, source)
+    pairs = ((as_bytes(stored), as_bytes(source.tensors[name])) for name, stored in target.tensors.items())
+    return target is source or (_are_alike(target, source) and all(torch.equal(*pair) for pair in pairs))
 
 
 def _holds(target: QuantizedTensor, source: Tensor) -> bool:
@@ -294,9 +328,8 @@ def set_data(tensor: Tensor, data: Tensor) -> Any:
 def _numpy(tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
     """Refuse: accelerate's disk_offload would store float arrays, and bring float weights back."""
     del args, kwargs
-    raise UnsupportedError(
-        "numpy", "a plain tensor", f"{tensor!r}, whose values are no array in memory", "Call dequantize() first."
-    )
+    next_step = "Call dequantize() first. In place of accelerate's disk_offload give from_pretrained a device_map."
+    raise UnsupportedError("numpy", "a plain tensor", f"{tensor!r}, whose values are no array in memory", next_step)
 
 
 @replaces(Tensor.untyped_storage)

@@ -183,5 +183,5 @@ def lost_write(where: str) -> UnsupportedError:
         where,
         "float values of a quantized weight to be read only",
         "a write to them, which would not reach the weight",
-        f"{HOW_TO_CHANGE} For values of your own, call .clone() first.",
+        f"{HOW_TO_CHANGE} For values of your own, call .clone() first, or .dequantize() on a whole weight.",
     )

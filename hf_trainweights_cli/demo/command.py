@@ -176,16 +176,19 @@ def _quality_table(result: Result) -> Table:
 
 
 def _speed_table(result: Result) -> Table:
-    caption = f"One token a call, in turns with the float model, on {result.machine}."
+    dtype = result.speeds[0].format
+    caption = f"One token a call, in turns with the {dtype} model, whose time stands beside it, on {result.machine}."
     if any(row.times_faster < 1 for row in result.speeds):
         caption += " Below 1: smaller, but this CPU has no fast product for it."
-    table = _table("Llama of 105M random weights", caption, ("memory", "x smaller", "ms/token", "x faster"))
+    numbers = ("memory", "x smaller", "ms/token", f"{dtype} ms/token", "x faster")
+    table = _table("Llama of 105M random weights", caption, numbers)
     for row in result.speeds:
         table.add_row(
             row.format,
             decimal(row.memory_bytes),
             f"{row.times_smaller:.2f}",
-            f"{1e3 * row.token_seconds:.1f}",
+            f"{1e3 * row.token_seconds:.2f}",
+            f"{1e3 * row.float_token_seconds:.2f}",
             f"{row.times_faster:.2f}",
         )
     return table

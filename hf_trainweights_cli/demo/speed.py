@@ -7,10 +7,10 @@ bound by reading its weights from memory, and smaller weights are read sooner.
 from __future__ import annotations
 
 import copy
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 from torch import nn
@@ -46,14 +46,16 @@ class Speed:
     Args:
         format: Its name, or the dtype of the float model.
         memory_bytes: What the model's weights take in memory.
-        token_seconds: Time of a token: the median.
+        token_seconds: Time of a token: the median of some rounds.
+        float_token_seconds: The same of the float model, which runs in turns with this one in the same rounds.
         times_smaller: Memory of the float model / memory.
-        times_faster: Time of the float model / time: the median over rounds that measure both.
+        times_faster: float_token_seconds / token_seconds.
     """
 
     format: str
     memory_bytes: int
     token_seconds: float
+    float_token_seconds: float
     times_smaller: float = 1.0
     times_faster: float = 1.0
 
@@ -69,20 +71,19 @@ def measure_speed(formats: Sequence[str], shape: Shape, report: Report) -> tuple
     report(LINE, "make a model", 0, 1 + len(formats))
     model = _random_model(shape)
     model_bytes = get_model_size_in_bytes(model)
-    rows, float_seconds = [], []
+    rows, float_seconds = [], list[float]()
     for done, name in enumerate(formats, start=1):
         report(LINE, name, done, 1 + len(formats))
         # One at a time: the more models a process holds, the slower each of them decodes.
         quantized = copy.deepcopy(model)
         quantize_(quantized, TrainWeightsConfig(name))
-        pairs = _rounds(model, quantized)
-        float_seconds += [first for first, _ in pairs]
-        count = get_model_size_in_bytes(quantized)
-        seconds, ratio = (statistics.median(each) for each in ([b for _, b in pairs], [a / b for a, b in pairs]))
-        rows.append(Speed(name, count, seconds, model_bytes / count, ratio))
+        float_times, times = zip(*_rounds(model, quantized), strict=True)
+        float_seconds += float_times
+        count, before, seconds = get_model_size_in_bytes(quantized), median(float_times), median(times)
+        rows.append(Speed(name, count, seconds, before, model_bytes / count, before / seconds))
     report(LINE, "done", 1 + len(formats), 1 + len(formats))
     dtype = str(model.dtype).removeprefix("torch.")
-    return (Speed(dtype, model_bytes, statistics.median(float_seconds)), *rows)
+    return (Speed(dtype, model_bytes, median(float_seconds), median(float_seconds)), *rows)
 
 
 def _rounds(first: nn.Module, second: nn.Module) -> list[tuple[float, float]]:

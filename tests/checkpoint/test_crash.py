@@ -14,6 +14,7 @@ from covering import by_default
 from safetensors.torch import load_file as load_safetensors
 from safetensors.torch import save_file
 from simulated_disk import OUTCOMES, FailingDisk, replay
+from trees import ADAM_SETTINGS
 
 from hf_trainweights.checkpoint.directory import compress_directory, latest, remove_checkpoint, restore_directory
 from hf_trainweights.checkpoint.encoded.reader import load_file
@@ -50,7 +51,10 @@ def example(step):
     base = torch.randn(64, 80, generator=torch.Generator().manual_seed(0))
     weight = base + 1e-3 * noise
     moments = {"step": torch.tensor(float(step)), "exp_avg": noise, "exp_avg_sq": noise.square()}
-    optimizer = {"state": {0: moments}, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0]}]}
+    optimizer = {
+        "state": {0: moments},
+        "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), **ADAM_SETTINGS, "params": [0]}],
+    }
     return {
         "model": {"w": weight},
         "optimizer": optimizer,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from trees import each_flipped_bit
+from trees import ADAM_SETTINGS, each_flipped_bit
 
 from hf_trainweights.checkpoint.directory import compress_directory, restore_directory
 from hf_trainweights.checkpoint.manifest import (
@@ -299,7 +299,7 @@ def test_what_a_mode_has_rounded_is_called_by_it_also_after_a_finer_mode_left_it
 def compress_lossy(path: Path, mode: str) -> Manifest:
     """Compress two moments of Adam, which a lossy mode rounds at the first save already."""
     moments = {"step": torch.tensor(3.0), "exp_avg": torch.randn(64, 64), "exp_avg_sq": torch.rand(64, 64)}
-    group = {"params": [0], "lr": 1e-3, "betas": (0.9, 0.999)}
+    group = {"params": [0], "lr": 1e-3, "betas": (0.9, 0.999), **ADAM_SETTINGS}
     torch.save({"state": {0: moments}, "param_groups": [group]}, path / "optimizer.pt")
     return compress_directory(path, mode=mode)
 

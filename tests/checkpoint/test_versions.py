@@ -328,8 +328,7 @@ def test_a_torchscript_copy_computes_what_the_model_computes(saver, tmp_path, is
     assert metadata["has_torchscript"] is True
     path = tmp_path / "models" / "1.0" / "model.torchscript.pt"
     assert metadata["files"][path.name]["size_bytes"] == path.stat().st_size
-    with pytest.warns(DeprecationWarning, match=r"torch\.jit\.load"):
-        script = torch.jit.load(path)
+    script = torch.jit.load(path)
     x = torch.randn(3, 64)
     float_model = copy.deepcopy(model)
     dequantize_(float_model)
@@ -411,3 +410,12 @@ def test_a_description_of_weights_that_is_none_is_refused(description):
     state = {"weight": {"qdata": torch.zeros(4, 8, dtype=torch.int8), "scale": torch.ones(4, 1)}}
     with pytest.raises((CorruptFileError, ConfigError), match=r"expected .*, found "):
         adopt_quantized_weights(nn.Linear(8, 4, bias=False), state, {"weight": description})
+
+
+def test_versions_stay_where_they_are_for_a_program_that_goes_elsewhere(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    saver = VersionedModelSaver("versions")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    saver.save(nn.Linear(2, 1), "1.0.0", {})
+    assert (tmp_path / "versions" / "1.0.0").is_dir()

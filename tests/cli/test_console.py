@@ -124,3 +124,27 @@ def test_a_long_command_says_in_a_file_that_it_goes_on_and_a_short_one_nothing(
             time.sleep(0.01)
             said += capsys.readouterr().err
     assert said.splitlines()[:2] == ["quantizing, 0.25 seconds so far", "quantizing, 0.5 seconds so far"]
+
+
+# Errors that say nothing of the output: a connection of the Hub's client broke off, a reader met the end of a file.
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (BrokenPipeError(32, "Broken pipe"), "error: [Errno 32] Broken pipe\n"),
+        (EOFError("Ran out of input"), "EOFError: Ran out of input\n"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_error_that_click_hides_is_told_where_the_output_is_read(
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(hf_trainweights, "verify_model", fail)
+    result = CliRunner().invoke(app, ["verify", str(tmp_path)])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.endswith(said)
+    debugged = CliRunner().invoke(app, ["verify", str(tmp_path), "--debug"])
+    assert debugged.exit_code == 1
+    assert f"\n{type(error).__name__}: {error}" in debugged.stderr

@@ -8,10 +8,15 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import click
 import pytest
+import typer
 from command_line import run, unwrapped
-from covering import exhaustive
+from covering import by_default, exhaustive
 from fresh_process import run_command
+
+from hf_trainweights.errors import UnsupportedError
+from hf_trainweights_cli.main import main
 
 PROGRAM = """
 import sys
@@ -48,29 +53,39 @@ def test_a_script_loads_a_quantized_model_with_its_own_arguments_and_ends_as_it_
     assert done.returncode == exit_code
 
 
-def test_a_module_is_run_with_its_own_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", [])
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    result = run("run", "json.tool", "--help")
-    assert result.exit_code == 0
-    assert "--sort-keys" in result.stdout
-
-
-def test_a_module_of_the_working_directory_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", [])
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that runs a program in this process, as `trainweights run` with its arguments would."""
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
+
+    def start(*arguments: object) -> None:
+        monkeypatch.setattr(sys, "argv", ["trainweights", "run", *map(str, arguments)])
+        main()
+
+    return start
+
+
+def test_a_module_is_run_with_its_own_options(start: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        start("json.tool", "--help")
+    assert "--sort-keys" in capsys.readouterr().out
+
+
+def test_a_module_of_the_working_directory_is_run(
+    start: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "program_of_mine").mkdir()
     (tmp_path / "program_of_mine" / "__main__.py").write_text("import sys; sys.exit(7)", encoding="utf-8")
-    assert run("run", "program_of_mine").exit_code == 7
+    with pytest.raises(SystemExit, match=r"^7$"):
+        start("program_of_mine")
 
 
 @pytest.mark.slow
-def test_the_command_of_a_package_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", [])
-    result = run("run", "transformers", "version")
-    assert result.exit_code == 0
-    assert result.stdout.strip().startswith("5.")
+def test_the_command_of_a_package_is_run(start: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        start("transformers", "version")
+    assert capsys.readouterr().out.strip().startswith("5.")
 
 
 def test_a_name_that_is_no_program_is_wrong_usage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,11 +95,72 @@ def test_a_name_that_is_no_program_is_wrong_usage(monkeypatch: pytest.MonkeyPatc
     assert "no such command, file or module in this environment: no_such_program" in unwrapped(result.stderr)
 
 
-def test_an_interrupt_ends_the_program_without_a_word_about_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+# Ways in which a program ends, and the exception that Python itself then reports. Click knows the first seven.
+ENDS = {
+    "raise EOFError('no more')": EOFError,
+    "raise BrokenPipeError('a connection')": BrokenPipeError,
+    "raise KeyboardInterrupt": KeyboardInterrupt,
+    "import click; raise click.UsageError('wrong')": click.UsageError,
+    "import click; raise click.exceptions.Exit(3)": click.exceptions.Exit,
+    "import typer; raise typer.Exit(3)": typer.Exit,
+    "import typer; raise typer.Abort": typer.Abort,
+    "raise OSError(28, 'No space left on device')": OSError,
+    "raise ValueError('wrong')": ValueError,
+    "raise GeneratorExit": GeneratorExit,
+    "raise SystemExit('a text')": SystemExit,
+    "raise SystemExit(None)": SystemExit,
+    "import warnings; warnings.simplefilter('error'); warnings.warn('old', FutureWarning)": FutureWarning,
+    "from hf_trainweights.errors import UnsupportedError as E; raise E('a', 'b', 'c', 'd')": UnsupportedError,
+}
+
+
+@pytest.mark.parametrize("is_module", [False, True], ids=["file", "module"])
+@pytest.mark.parametrize("end", ENDS)
+def test_the_error_of_a_program_reaches_python_as_the_program_raised_it(
+    end: str,
+    is_module: bool,
+    start: Callable[..., None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "argv", [])
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "program.py").write_text("raise KeyboardInterrupt", encoding="utf-8")
-    result = run("run", tmp_path / "program.py")
-    assert (result.exit_code, result.output) == (130, "")
+    monkeypatch.chdir(tmp_path)
+    Path("a_program.py").write_text(end, encoding="utf-8")
+    with pytest.raises(ENDS[end]) as raised:
+        start("a_program" if is_module else "a_program.py")
+    assert type(raised.value) is ENDS[end]
+    assert raised.value.__context__ is None
+    assert capsys.readouterr() == ("", "")
+
+
+# Ways in which a process ends that no test can try in its own.
+PROCESSES = {
+    "input": "input()",
+    "interrupt": "import os, signal; signal.raise_signal(signal.SIGINT)",
+    "signal": "import signal; signal.raise_signal(signal.SIGTERM)",
+    "at once": "import os; os._exit(9)",
+    "text": "import sys; sys.exit('a text')",
+    "thread": "import sys, threading; threading.Thread(target=sys.exit, args=(5,)).start()",
+    "error in a thread": "import threading; threading.Thread(target=int, args=('x',)).start()",
+    "children": """
+import multiprocessing, sys
+def end(): sys.exit(6)
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=end)
+    child.start(), child.join()
+    sys.exit(child.exitcode)
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", by_default(("interrupt",), PROCESSES))
+def test_a_process_ends_as_python_lets_it_end(name: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROCESSES[name], encoding="utf-8")
+    expected, found = (
+        subprocess.run([sys.executable, *start, program], stdin=subprocess.DEVNULL, capture_output=True, check=False)
+        for start in ((), ("-W", "ignore", "-m", "hf_trainweights", "run"))
+    )
+    assert (found.returncode, found.stdout) == (expected.returncode, expected.stdout)
+    assert found.stderr.splitlines()[-1:] == expected.stderr.splitlines()[-1:]

@@ -51,8 +51,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(program: Path, model: Path, inputs: list[torch.Tensor]) -> torch.Tensor:
     given, result = model.with_suffix(".inputs"), model.with_suffix(".output")
-    with pytest.warns(DeprecationWarning, match="torch.jit"):
-        torch.jit.save(torch.jit.script(Tensors(inputs)), given)
+    torch.jit.save(torch.jit.script(Tensors(inputs)), given)
     subprocess.run([program, model, given, result], check=True)
     return torch.load(result, weights_only=True)
 

@@ -114,16 +114,11 @@ class TorchScriptFile:
         export_torchscript(model, path, inputs)
 
     def outputs(self, path: Path, inputs: Inputs) -> list[Tensor]:
-        found = self._load(path)(*inputs.values())
+        found = torch.jit.load(path)(*inputs.values())
         return list(found) if isinstance(found, tuple) else [found]
 
     def stored(self, path: Path) -> Iterator[Stored]:
-        yield from map(Stored.of, unique(self._load(path).state_dict().values()))
-
-    @staticmethod
-    def _load(path: Path) -> torch.jit.ScriptModule:
-        with pytest.warns(DeprecationWarning, match="torch.jit.load"):
-            return torch.jit.load(path)
+        yield from map(Stored.of, unique(torch.jit.load(path).state_dict().values()))
 
 
 class ProgramFile:

@@ -96,7 +96,6 @@ class Merging(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_file_has_the_weights_of_eval_mode_and_the_model_its_own_again(tmp_path: Path) -> None:
     model, x = Merging(), torch.ones(1, 64)
     quantize_(model, "int8")

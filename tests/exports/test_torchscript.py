@@ -15,6 +15,7 @@ from exports.models import FORMATS, Branching, Convolutional, dequantized_output
 from torch import nn
 
 from benchmarks import quality
+from hf_trainweights.checkpoint import VersionedModelSaver
 from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.exports import export_torchscript
 
@@ -32,11 +33,6 @@ class Unspeakable(nn.Module):
         return sum((each for each in [x]), start=torch.zeros(()))
 
 
-def load(path: Path) -> torch.jit.ScriptModule:
-    with pytest.warns(DeprecationWarning, match="torch.jit.load"):
-        return torch.jit.load(path)
-
-
 @pytest.mark.parametrize(
     ("config", "optimize"),
     by_default(
@@ -52,7 +48,7 @@ def load(path: Path) -> torch.jit.ScriptModule:
 def test_a_scripted_model_keeps_its_control_flow_and_methods(tmp_path: Path, config: str, optimize: bool) -> None:
     model = quantized(Branching(), config)
     export_torchscript(model, tmp_path / "model.pt", method="script", optimize=optimize)
-    script = load(tmp_path / "model.pt")
+    script = torch.jit.load(tmp_path / "model.pt")
     for ids in (IDS, IDS + 1, IDS[:1, :3]):
         torch.testing.assert_close(script(ids), dequantized_outputs(model, ids)[0], rtol=1e-6, atol=1e-6)
     assert torch.equal(script.embed(IDS), model.embed(IDS))
@@ -74,12 +70,11 @@ def test_a_traced_module_may_have_scripted_methods(tmp_path: Path) -> None:
     model = quantized(Branching(), "int8")
     with pytest.warns(torch.jit.TracerWarning, match="Converting a tensor to a Python integer"):
         export_torchscript(model, tmp_path / "model.pt", {"ids": IDS})
-    script = load(tmp_path / "model.pt")
+    script = torch.jit.load(tmp_path / "model.pt")
     assert torch.equal(script(IDS), dequantized_outputs(model, IDS)[0])
     assert torch.equal(script.embed(IDS + 3), model.embed(IDS + 3))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_trace_keeps_the_control_flow_of_functions_that_are_scripted(tmp_path: Path) -> None:
     @torch.jit.script
     def rectified_if_even(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -93,12 +88,11 @@ def test_a_trace_keeps_the_control_flow_of_functions_that_are_scripted(tmp_path:
 
     model = quantized(Hybrid(), "int8")
     export_torchscript(model, tmp_path / "model.pt", IDS)
-    script = load(tmp_path / "model.pt")
+    script = torch.jit.load(tmp_path / "model.pt")
     for ids in (IDS, IDS[:1, :3]):
         torch.testing.assert_close(script(ids), dequantized_outputs(model, ids)[0], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_scripted_model_may_have_a_part_that_was_exported_as_a_trace(tmp_path: Path) -> None:
     class Sum(nn.Module):
         def __init__(self, part: nn.Module) -> None:
@@ -114,7 +108,7 @@ def test_a_scripted_model_may_have_a_part_that_was_exported_as_a_trace(tmp_path:
 
     part = quantized(Convolutional(), "int4 g32").eval()
     export_torchscript(part, tmp_path / "part.pt", images(2))
-    model = Sum(load(tmp_path / "part.pt")).eval()
+    model = Sum(torch.jit.load(tmp_path / "part.pt")).eval()
     script = torch.jit.script(model)
     wanted = model.scores(dequantized_outputs(part, images(3))[0]) * 0.125
     torch.testing.assert_close(script(images(3)), wanted, rtol=1e-6, atol=1e-6)
@@ -138,7 +132,7 @@ def test_a_traced_transformer_takes_tensors_in_order_and_returns_a_tuple(
     model = quantized(architecture, config)
     inputs = ARCHITECTURES[architecture].inputs(model)
     export_torchscript(model, tmp_path / "model.pt", inputs)
-    script = load(tmp_path / "model.pt")
+    script = torch.jit.load(tmp_path / "model.pt")
     for given in (inputs, changed(inputs)):
         found, wanted = script(*given.values()), dequantized_outputs(model, **given)
         assert found
@@ -153,7 +147,7 @@ def test_a_traced_pretrained_model_embeds_as_it_does_itself(tmp_path: Path, conf
     ids = torch.arange(1000, 1048).view(3, 16)
     inputs = {"input_ids": ids, "attention_mask": (torch.arange(16) < torch.tensor([[16], [12], [9]])).long()}
     export_torchscript(model, tmp_path / "model.pt", inputs)
-    found = load(tmp_path / "model.pt")(*inputs.values())[0]
+    found = torch.jit.load(tmp_path / "model.pt")(*inputs.values())[0]
     wanted = dequantized_outputs(model, **inputs)[0]
     assert (found - wanted).abs().max() <= 1e-6 * wanted.abs().max()
 
@@ -162,7 +156,7 @@ def test_a_traced_pretrained_model_embeds_as_it_does_itself(tmp_path: Path, conf
 def test_the_file_holds_no_float_copy_of_a_quantized_weight(tmp_path: Path) -> None:
     model = quantized("bert", "int4 g32")
     export_torchscript(model, tmp_path / "model.pt")
-    tensors = load(tmp_path / "model.pt").state_dict().values()
+    tensors = torch.jit.load(tmp_path / "model.pt").state_dict().values()
     shapes = {tuple(weight.shape) for weight in model.parameters() if hasattr(weight, "qdata")}
     assert not [t for t in tensors if t.is_floating_point() and tuple(t.shape) in shapes]
 
@@ -188,7 +182,7 @@ def test_freezing_moves_a_bfloat16_model_by_a_percent_and_a_float32_model_not_at
         model = quantized("bert", "int8", dtype)
         inputs = ARCHITECTURES["bert"].inputs(model)
         export_torchscript(model, tmp_path / "model.pt", inputs, optimize=True)
-        (found,) = load(tmp_path / "model.pt")(*inputs.values())
+        (found,) = torch.jit.load(tmp_path / "model.pt")(*inputs.values())
         (wanted,) = dequantized_outputs(model, **inputs)
         assert (found - wanted).norm() <= tolerance * wanted.norm()
 
@@ -219,7 +213,7 @@ def test_a_saved_model_is_exported_from_its_directory(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "saved")
     export_torchscript(tmp_path / "saved", tmp_path / "model.pt")
     inputs = ARCHITECTURES["vit"].inputs(model)
-    (found,) = load(tmp_path / "model.pt")(*inputs.values())
+    (found,) = torch.jit.load(tmp_path / "model.pt")(*inputs.values())
     assert torch.equal(found, dequantized_outputs(model, **inputs)[0])
 
 
@@ -245,6 +239,29 @@ def test_layers_of_every_format_compute_what_the_model_computes(
     model = quantized(nn.Sequential(nn.Embedding(32, 64), nn.Linear(64, 32)), config)
     ids = torch.arange(12).view(3, 4)
     export_torchscript(model, tmp_path / "model.pt", (ids,), method=method)
-    script = load(tmp_path / "model.pt")
+    script = torch.jit.load(tmp_path / "model.pt")
     for given in (ids, ids[:1, :3]):
         torch.testing.assert_close(script(given), dequantized_outputs(model, given)[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("always")
+@pytest.mark.parametrize("is_version", [False, True])
+def test_a_caller_hears_once_that_torchscript_is_deprecated(
+    is_version: bool, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    model = quantized(Convolutional(), "int8")
+    if is_version:
+        VersionedModelSaver(tmp_path).save(model, "1.0", {}, torchscript=True, example_inputs=images(2))
+    else:
+        export_torchscript(model, tmp_path / "model.pt", images(2))
+    (told,) = recwarn
+    assert (told.category, told.filename) == (FutureWarning, __file__)
+    assert "export_program uses torch.export" in str(told.message)
+
+
+@pytest.mark.filterwarnings("error:PyTorch deprecates TorchScript")
+def test_an_error_that_a_filter_made_of_the_deprecation_leaves_nothing_behind(tmp_path: Path) -> None:
+    model = quantized(Convolutional(), "int8")
+    with pytest.raises(FutureWarning, match="deprecates TorchScript"):
+        export_torchscript(model, tmp_path / "model.pt", images(2))
+    assert list(tmp_path.iterdir()) == []

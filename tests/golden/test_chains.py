@@ -15,6 +15,7 @@ from torch import Tensor
 from hf_trainweights.checkpoint.encoded.reader import load_file, register_anchor_directory
 from hf_trainweights.checkpoint.loop.training_state import save_training_state
 from hf_trainweights.checkpoint.manifest import read_manifest
+from hf_trainweights.checkpoint.planning.optimizers import ADAM
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.checkpoints import verify_checkpoint
 
@@ -45,7 +46,7 @@ def moments_squared() -> Tensor:
 
 def write(run: Path, mode: str) -> None:
     for step in STEPS:
-        names = {"buffers": [], "optimizer": {0: "w"}}
+        names = {"buffers": [], "optimizer": {0: "w"}, "optimizer_class": ADAM}
         checkpoint = {"model": {"w": weight(step)}, "optimizer": optimizer(step), "step": step, "names": names}
         save_training_state(checkpoint, run / f"checkpoint-{step}", Policy(mode), anchor_every=8)
 

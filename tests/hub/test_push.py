@@ -24,8 +24,8 @@ from huggingface_hub.errors import (
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_trainweights import TrainWeightsConfig, quantize_, verify_model
-from hf_trainweights.errors import SaveError
+from hf_trainweights import TrainWeightsConfig, dequantize_directory, quantize_, verify_model
+from hf_trainweights.errors import ConfigError, SaveError
 from hf_trainweights.files.digests import read_calibration
 from hf_trainweights.files.weight_files import is_weight_file
 from hf_trainweights.models.choosing import summary as summary_module
@@ -316,6 +316,8 @@ def test_adapters_are_pushed_alone_and_come_back_on_the_quantized_base(
     pulled = AutoModelForCausalLM.from_pretrained("me/adapter", cache_dir=tmp_path / "cache")
     assert computes_the_same(pulled, adapted)
     assert not computes_the_same(pulled, model)
+    with pytest.raises(ConfigError, match=r"me/adapter: expected a model by itself, found an adapter"):
+        dequantize_directory("me/adapter", tmp_path / "out")
 
 
 # ---- refusals

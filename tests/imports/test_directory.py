@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -147,6 +148,99 @@ def test_what_this_package_exports_it_imports(
     imported, ours = (load_file(each / "model.safetensors") for each in (out, tmp_path / "ours"))
     assert imported.keys() == ours.keys()
     assert [name for name in ours if not torch.equal(imported[name], ours[name])] == []
+
+
+def move_description(source: Path, name: str, renamed: dict[str, str]) -> None:
+    """Describe the weights in a file of their own, with other names of settings, and not in config.json."""
+    config = json.loads((source / "config.json").read_text())
+    described = config.pop("quantization_config")
+    del described["quant_method"]
+    (source / "config.json").write_text(json.dumps(config))
+    (source / name).write_text(json.dumps({renamed.get(key, key): value for key, value in described.items()}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "name", "renamed", "file"),
+    [
+        (gptq(version=None), "quantize_config.json", {}, "gptq_model-4bit-32g.safetensors"),
+        (awq(), "quant_config.json", {"bits": "w_bit", "group_size": "q_group_size"}, "model.safetensors"),
+    ],
+)
+def test_a_model_that_older_programs_wrote_is_read(
+    layout: Layout, name: str, renamed: dict[str, str], file: str, source: Path, out: Path
+) -> None:
+    expected = write_model(source, layout, dtype=torch.float16)
+    move_description(source, name, renamed)
+    (source / "model.safetensors").rename(source / file)
+    import_directory(source, out)
+    assert not (out / name).exists()
+    assert_stands_for(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "error", "match"),
+    [
+        ("hf_quant_config.json", "{}", ConfigError, "expected one of awq, .*, found 'modelopt'"),
+        ("quantize_config.json", "[]", CorruptFileError, "quantize_config.json: expected a JSON object"),
+        ("other.json", "{}", ConfigError, "expected a quantization_config, or quantize_config.json or "),
+    ],
+)
+def test_a_description_that_nobody_can_read_is_named(
+    name: str, text: str, error: type[Exception], match: str, source: Path, out: Path
+) -> None:
+    write_model(source, gptq(), dtype=torch.float16)
+    move_description(source, name, {})
+    (source / name).write_text(text)
+    with pytest.raises(error, match=match):
+        import_directory(source, out)
+    assert not out.exists()
+
+
+def add_tensor(source: Path, name: str, value: float) -> None:
+    tensors = load_file(source / "model.safetensors")
+    tensors[name] = torch.full((64,), value, dtype=torch.float16)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        ("llama", "model.layers.0.self_attn.q_proj.bias"),
+        ("llama", "model.layers.7.mlp.up_proj.bias"),
+        ("llama", "classifier.bias"),
+        ("qwen3_moe", "model.layers.0.mlp.experts.0.up_proj.bias"),
+        ("mixtral", "model.layers.0.block_sparse_moe.experts.0.w1.bias"),
+    ],
+)
+def test_a_tensor_that_the_class_has_no_place_for_is_refused_unless_it_is_zero(
+    architecture: str, name: str, source: Path, out: Path
+) -> None:
+    write_model(source, gptq(), architecture, torch.float16)
+    add_tensor(source, name, 0.5)
+    with pytest.raises(UnsupportedError, match=re.escape(name)):
+        import_directory(source, out)
+    assert [path.name for path in out.parent.iterdir()] == ["source"]
+    add_tensor(source, name, 0)
+    import_directory(source, out)
+    assert name not in load_file(out / "model.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.k_scale",
+        "model.layers.0.self_attn.q_proj.output_scale",
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+    ],
+)
+def test_what_says_nothing_of_weights_is_left_out(name: str, source: Path, out: Path) -> None:
+    write_model(source, gptq(), dtype=torch.float16)
+    add_tensor(source, name, 0.5)
+    import_directory(source, out)
+    assert name not in load_file(out / "model.safetensors")
 
 
 @pytest.mark.slow

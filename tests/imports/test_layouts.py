@@ -11,9 +11,9 @@ from imports.writers import LAYOUTS, METADATA, Tensors, gptq
 from torch import Tensor
 
 from hf_trainweights.errors import CorruptFileError, UnsupportedError
-from hf_trainweights.imports import directory
 from hf_trainweights.imports.layouts import layout_of
 from hf_trainweights.imports.layouts.base import float8_weight
+from hf_trainweights.models.loading.saved_models import check_config
 
 OPTIONAL = {("gptq", "g_idx"), ("bitsandbytes", "weight_format")}
 
@@ -99,9 +99,9 @@ def test_a_block_of_more_rows_than_there_are_is_the_whole_weight() -> None:
 
 
 def test_sizes_of_experts_are_no_numbers_of_experts() -> None:
-    directory.check_config({"shared_expert_intermediate_size": 20480, "num_experts": 64}, 1500, 10**6, "config.json")
+    check_config({"shared_expert_intermediate_size": 20480, "num_experts": 64}, 1500, 10**6, "config.json")
     with pytest.raises(CorruptFileError, match=r"config\.json: num_experts: expected .* 1500 tensors .* found 20480"):
-        directory.check_config({"num_experts": 20480}, 1500, 10**6, "config.json")
+        check_config({"num_experts": 20480}, 1500, 10**6, "config.json")
 
 
 WORDS, UNEVEN = torch.zeros(4, 25, dtype=torch.int32), {"bits": 4, "group_size": 128}

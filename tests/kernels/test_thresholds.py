@@ -179,3 +179,16 @@ def test_of_other_formats_what_their_codes_are_is_said(monkeypatch: pytest.Monke
     int8, coded = slowness(Int8(), FLOAT32), slowness(Coded(), FLOAT32)
     assert int8 is not None
     assert coded == int8.replace("int8", "coded", 1)
+
+
+@pytest.mark.parametrize("cpu", [GENOA, HASWELL, OLD])
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+def test_a_format_that_no_compiled_product_reads_is_said_to_be_slow(
+    cpu: dict[str, object], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_cpu(cpu, monkeypatch)
+    monkeypatch.setattr(compiled, "FORMATS", ())
+    said = slowness(Codebook4(), dtype)
+    assert said is not None
+    assert said.startswith("codebook4 weights: no compiled product reads this format, so each product dequantizes")
+    assert said.endswith("is fast.")

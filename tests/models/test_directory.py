@@ -22,8 +22,9 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, ResNetConfig, ResNetModel
 
 from hf_trainweights import TrainWeightsConfig, import_directory
-from hf_trainweights.errors import ConfigError, CorruptFileError, QuantizationError, SaveError
-from hf_trainweights.models.directory import quantize_directory
+from hf_trainweights.errors import ConfigError, CorruptFileError, QuantizationError, SaveError, UnsupportedError
+from hf_trainweights.exports import export_compressed_tensors, export_onnx
+from hf_trainweights.models.directory import dequantize_directory, push_directory, quantize_directory
 from hf_trainweights.models.loading.saved_models import load_saved, load_tokenizer, saved_parameter_names
 from hf_trainweights.models.saving import new_directories
 
@@ -118,6 +119,90 @@ def test_a_quantized_model_is_refused(llama: Path, tmp_path: Path) -> None:
     quantize_directory(llama, tmp_path / "int8", TrainWeightsConfig("int8"))
     with pytest.raises(ConfigError, match="expected a float model, found a quantization_config"):
         quantize_directory(tmp_path / "int8", tmp_path / "out", TrainWeightsConfig(**INT4))
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda source, out: quantize_directory(source, out, "int8"),
+        lambda source, out: quantize_directory(source, out, INT4, calibration=["a text"]),
+        dequantize_directory,
+        import_directory,
+        export_compressed_tensors,
+        lambda source, out: export_onnx(source, out, task="text-generation"),
+        lambda source, out: push_directory(source, "me/model"),
+    ],
+)
+def test_a_model_with_an_adapter_is_refused(call: Callable[..., Any], is_alone: bool, llama: Path) -> None:
+    # Transformers would apply the adapter and save nothing else.
+    (llama / "adapter_config.json").write_text("{}")
+    if is_alone:
+        (llama / "config.json").unlink()
+    before = contents(llama.parent)
+    with pytest.raises(ConfigError, match=r"expected a model by itself, found an adapter \(adapter_config\.json\)"):
+        call(llama, llama.with_name("out"))
+    assert contents(llama.parent) == before
+    assert not llama.with_name("out").exists()
+
+
+def add_tensor(folder: Path, name: str, value: float) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, name: torch.full((64,), value)}, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.self_attn.q_proj.bias", "model.norm.bias", "model.layers.1.mlp.up_proj.lora_A.weight"]
+)
+@pytest.mark.parametrize("call", [quantize_directory, lambda source, out, _: load_saved(source)])
+def test_a_tensor_that_a_layer_has_no_place_for_is_refused_unless_it_is_zero(
+    call: Callable[..., Any], name: str, llama: Path, tmp_path: Path
+) -> None:
+    add_tensor(llama, name, 0.5)
+    with pytest.raises(UnsupportedError, match=rf"places in LlamaForCausalLM .* found none for {re.escape(name)}"):
+        call(llama, tmp_path / "out", "int8")
+    assert not (tmp_path / "out").exists()
+    add_tensor(llama, name, 0)
+    call(llama, tmp_path / "out", "int8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        ("bert", "cls.seq_relationship.weight"),
+        ("bert", "bert.pooler.dense.bias"),
+        ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq"),
+        ("gpt_neox", "gpt_neox.layers.0.attention.masked_bias"),
+        ("qwen3_moe", "mtp.fc.weight"),
+    ],
+)
+def test_parts_of_other_tasks_and_old_buffers_are_left_out(architecture: str, name: str, tmp_path: Path) -> None:
+    ARCHITECTURES[architecture].build().save_pretrained(tmp_path / "float")
+    add_tensor(tmp_path / "float", name, 0.5)
+    quantize_directory(tmp_path / "float", tmp_path / "out", "int8")
+    assert name not in load_file(tmp_path / "out" / "model.safetensors")
+
+
+@pytest.mark.parametrize("leaf", ["qweight", "weight_packed", "weight_scale_inv", "SCB"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        quantize_directory,
+        lambda source, _, form: load_saved(source),
+        lambda source, _, form: LlamaForCausalLM.from_pretrained(source, quantization_config=TrainWeightsConfig(form)),
+    ],
+)
+def test_weights_that_another_quantizer_wrote_are_refused(
+    call: Callable[..., Any], leaf: str, llama: Path, tmp_path: Path
+) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors = load_file(llama / "model.safetensors")
+    tensors[f"{name.removesuffix('weight')}{leaf}"] = tensors.pop(name).to(torch.int32)
+    save_file(tensors, llama / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=rf"found one that is already quantized, with .*up_proj\.{leaf}"):
+        call(llama, tmp_path / "out", "int8")
+    assert not (tmp_path / "out").exists()
 
 
 def test_missing_weights_are_an_error_and_not_random(llama: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file as load_safetensors
 from safetensors.torch import save_file
 from soak.scenario import Scenario, require, require_equal, require_no_leftovers
+from trees import ADAM_SETTINGS
 
 from hf_trainweights.checkpoint.directory import collect_garbage, compress_directory, latest, restore_directory
 from hf_trainweights.checkpoint.encoded.reader import load_file
@@ -62,7 +63,7 @@ def _state(step: int) -> dict[str, dict]:
     noise = torch.randn(64, 96, generator=torch.Generator().manual_seed(step))
     base = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
     moments = {"step": torch.tensor(float(step)), "exp_avg": noise, "exp_avg_sq": noise.square()}
-    group = {"lr": 0.1, "betas": (0.9, 0.99), "params": [0]}
+    group = {"lr": 0.1, "betas": (0.9, 0.99), **ADAM_SETTINGS, "params": [0]}
     return {
         "weights": {"w": base + 1e-3 * noise, "b": torch.arange(5.0)},
         "optimizer": {"state": {0: moments}, "param_groups": [group]},

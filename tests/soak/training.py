@@ -22,7 +22,7 @@ from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.loop.manager import CheckpointManager
 from hf_trainweights.checkpoint.loop.training_state import load_checkpoint
 from hf_trainweights.checkpoint.run.checkpoints import checkpoint_step
-from hf_trainweights.models.host.checkpoints import converted_names
+from hf_trainweights.models.host.module_names import converted_names
 
 STEPS = 8
 KEEP = 3

@@ -35,9 +35,6 @@ INT4 = TrainWeightsConfig("int4", group_size=32)
 CONFIGS = {name: TrainWeightsConfig(name, include_embeddings=True) for name in FORMATS}
 
 
-TORCHSCRIPT = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-
-
 class Net(nn.Module):
     """An embedding tied to the head, two layers, one of them used twice, a Conv1D, a norm, a buffer."""
 
@@ -424,7 +421,6 @@ def test_float_weights_replace_quantized_ones_with_assign() -> None:
     assert "int4" not in repr(target)
 
 
-@TORCHSCRIPT
 def test_a_whole_module_is_pickled_with_what_it_says_of_itself() -> None:
     module = quantized()
     loaded = torch.load(io.BytesIO(saved(module)), weights_only=False)
@@ -706,7 +702,6 @@ REFUSED: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.slow
-@TORCHSCRIPT
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("compile_", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(2, 64))])
 def test_torchscript_is_refused_and_names_dequantize(name: str, compile_: Callable[[nn.Module], Any]) -> None:
@@ -717,7 +712,6 @@ def test_torchscript_is_refused_and_names_dequantize(name: str, compile_: Callab
     assert torch.equal(module(torch.ones(2, 64)), expected)
 
 
-@TORCHSCRIPT
 @pytest.mark.parametrize("compile_", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(2, 64))])
 def test_torchscript_takes_a_dequantized_module(compile_: Callable[[nn.Module], Any]) -> None:
     module = assigned().eval()
@@ -745,7 +739,6 @@ def scripted_then_assigned() -> Any:
     return scripted
 
 
-@TORCHSCRIPT
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason="PyTorch 2.8 loads a tensor without memory and crashes on use")
 @pytest.mark.parametrize("make", [scripted_then_assigned, lambda: torch.jit.trace(Unused(), torch.ones(2, 64))])
 def test_what_torchscript_never_asks_about_cannot_be_loaded(make: Callable[[], Any]) -> None:

@@ -18,9 +18,10 @@ from helpers import assert_close_product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from weights import FORMS, KINDS, LAYOUTS, quantized_weight, random_weight, same_stored
 
-from hf_trainweights import QuantizedTensor
+from hf_trainweights import QuantizedTensor, TrainWeightsConfig, dequantize_, quantize_
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.tensor.dispatch import FALLBACKS, HANDLERS
 from hf_trainweights.tensor.read_only import ReadOnlyTensor
@@ -541,7 +542,6 @@ def test_embedding_refuses_a_negative_index_as_a_float_weight_does() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize(
     "op",
     [
@@ -731,7 +731,6 @@ def test_views_and_products_compile_to_one_graph(mode: Callable[[], Any]) -> Non
 
 
 @pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_inductor_is_as_close_as_to_the_dense_weight() -> None:
     model = TwoLayers("int4").eval()
     compiled = torch.compile(model, fullgraph=True)
@@ -771,3 +770,50 @@ def test_a_stream_is_recorded_for_each_stored_tensor() -> None:
     HANDLERS[torch.ops.aten.record_stream.default](lambda stored, _: recorded.append(stored), weight, None)
     assert all(map(operator.is_, recorded, weight.tensors.values()))
     assert len(recorded) == len(weight.tensors)
+
+
+AVERAGES: dict[str, dict[str, Any]] = {
+    "equal steps": {},
+    "equal steps at once": {"multi_avg_fn": get_swa_multi_avg_fn()},
+    "exponential at once": {"multi_avg_fn": get_ema_multi_avg_fn(0.9)},
+    "one by one": {"avg_fn": lambda mean, new, _: mean.lerp_(new, 0.1)},
+}
+
+
+@pytest.mark.parametrize("average", AVERAGES)
+@pytest.mark.parametrize("form", ["int8", "int4", "coded"])
+def test_an_average_over_steps_takes_trained_weights_and_leaves_quantized_ones(average: str, form: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 64), nn.LayerNorm(64), nn.Linear(64, 64))
+    quantize_(model, TrainWeightsConfig(form))
+    plain = copy.deepcopy(model)
+    dequantize_(plain)
+    means = [AveragedModel(each, **AVERAGES[average]) for each in (model, plain)]
+    for step in range(3):
+        for each, mean in zip((model, plain), means, strict=True):
+            nn.init.constant_(each[1].weight, step)
+            mean.update_parameters(each)
+    for (name, value), (_, expected) in zip(means[0].named_parameters(), means[1].named_parameters(), strict=True):
+        if "1." in name:
+            assert torch.equal(value, expected)
+    assert same_stored(means[0].module[0].weight, model[0].weight)
+
+
+def test_an_average_that_rounds_equal_weights_is_refused_with_one_that_does_not() -> None:
+    model = nn.Sequential(nn.Linear(128, 64))
+    quantize_(model, TrainWeightsConfig("int8"))
+    mean = AveragedModel(model, avg_fn=get_ema_avg_fn(0.9))
+    mean.update_parameters(model)
+    with pytest.raises(UnsupportedError, match=r"use lerp_, as AveragedModel does with multi_avg_fn"):
+        mean.update_parameters(model)
+
+
+@pytest.mark.parametrize("sources", ["another", "float"])
+def test_an_average_of_unequal_quantized_weights_is_refused_before_anything_moves(sources: str) -> None:
+    weight, trained = quantized_weight(), torch.zeros(4)
+    other = random_weight(*weight.shape, seed=9) if sources == "float" else quantized_weight(seed=9)
+    with pytest.raises(UnsupportedError, match=r"leave out weights without requires_grad"):
+        torch._foreach_lerp_([trained, weight], [torch.ones(4), other], 0.5)
+    assert torch.equal(trained, torch.zeros(4))
+    with pytest.raises(UnsupportedError, match=r"leave out weights without requires_grad"):
+        weight.lerp_(other, 0.5)

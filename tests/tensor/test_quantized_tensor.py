@@ -526,7 +526,6 @@ def uses_weight(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_tracing_names_dequantize() -> None:
     weight = quantized_weight()
     with pytest.raises(UnsupportedError, match=r"torch\.jit: .* Call model\.dequantize\(\)"):
@@ -536,7 +535,6 @@ def test_tracing_names_dequantize() -> None:
     assert not F.linear(torch.ones(2, 128), weight).isnan().any()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_scripted_function_takes_a_quantized_weight() -> None:
     scripted, weight, x = torch.jit.script(uses_weight), quantized_weight(), random_weight(2, 128, seed=1)
     assert torch.equal(scripted(x, weight), F.linear(x, weight))

@@ -176,7 +176,7 @@ def read_plain_metadata(directory: Path) -> Metadata:
         return _unpickled_metadata(_Unpickler(content).load())
     except CorruptFileError as error:
         raise CorruptFileError(str(path), error.expected, error.found, next_step) from error
-    except MemoryError:
+    except (MemoryError, Warning):
         raise
     except Exception as error:  # pickle raises anything on damaged bytes
         found = f"{type(error).__name__}: {error}"[:200]

@@ -352,7 +352,7 @@ def _require_whole_zip(data: bytes, where: str) -> None:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             for member in archive.infolist():
                 check_member(archive, member)
-    except MemoryError:
+    except (MemoryError, Warning):
         raise
     except Exception as error:  # zipfile raises anything on damaged archives
         found = f"{type(error).__name__}: {error}"[:300]

@@ -92,7 +92,7 @@ def _load_errors(where: str, is_zip: bool) -> Iterator[None]:
         yield
     except (CorruptFileError, MissingAnchorError) as error:
         raise type(error)(f"{where}, {error.where}", error.expected, error.found, error.next_step) from error
-    except (MemoryError, torch.OutOfMemoryError):
+    except (MemoryError, torch.OutOfMemoryError, Warning):  # a filter of the caller made an error of the last one
         raise
     except Exception as error:  # torch's reader raises anything on damaged files, EINVAL after seeking beyond them too
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):

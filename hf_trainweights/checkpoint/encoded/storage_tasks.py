@@ -18,7 +18,7 @@ from torch import Tensor
 from zlib_ng import zlib_ng
 
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Json, References
-from hf_trainweights.checkpoint.codecs.coding.blocks import BlockWriter, ChunkedCodec, Chunks
+from hf_trainweights.checkpoint.codecs.coding.blocks import BlockWriter, ChunkedCodec, Chunks, chunk_ranges
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.codecs.exact import Planes, Raw
 from hf_trainweights.checkpoint.codecs.moments import LogRank1, TileEncoder, UpdateSpace
@@ -33,6 +33,10 @@ _RAW_ELEMENTS = (64, 4096)
 # Larger storages are encoded in parts of so many chunks, if their codec has chunks.
 _LARGE_BYTES = 16 << 20
 _CHUNKS = 4
+# The largest error of an element of a weight, in the root mean square of that weight. Errors are uniform within it, so
+# at this bound they have a twelfth of the weight's power. A larger bound comes from a wrong estimate of how far the
+# weight moves, or from a rule for smaller weights; the weight is exact then.
+_LARGEST_BOUND = 0.5
 # A smaller mean change counts as none: its step would be too small for delta-uniform.
 _SMALLEST_RMS = 2.0**-100
 
@@ -345,9 +349,23 @@ def _smallest(tensor: Tensor, codecs: Sequence[Codec], references: References) -
             encoded = _encode_within(codec, tensor, references, most_bytes)
         except (QuantizationError, UnsupportedError):
             continue
-        if encoded is not None and encoded.payload_bytes <= most_bytes:
+        if encoded is not None and encoded.payload_bytes <= most_bytes and not _is_destroyed(tensor, codec, encoded):
             best = place, encoded
     return best and (codecs[best[0]], best[1])
+
+
+def _is_destroyed(tensor: Tensor, codec: Codec, encoded: EncodedTensor) -> bool:
+    """Return whether one step for a whole weight is so coarse that little of the weight is left."""
+    if not isinstance(codec, DeltaUniform) or encoded.bound is None:
+        return False
+    # The first elements of nearly every weight prove it, so the others are seldom read.
+    needed, flat = (encoded.bound / _LARGEST_BOUND) ** 2 * tensor.numel(), tensor.reshape(-1)
+    total = 0.0
+    for chunk in chunk_ranges(len(flat)):
+        total += flat[chunk].double().nan_to_num_(0.0, 0.0, 0.0).square_().sum().item()
+        if total >= needed:
+            return False
+    return True
 
 
 def _encode_within(codec: Codec, tensor: Tensor, references: References, most_bytes: float) -> EncodedTensor | None:

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from hf_trainweights.checkpoint.directory import collect_garbage, latest, remove_checkpoint
-from hf_trainweights.checkpoint.loop.progress import Boundary, Progress, state_from_bytes
+from hf_trainweights.checkpoint.loop.module_state import load_module_state
+from hf_trainweights.checkpoint.loop.progress import Boundary, Pass, Progress, state_from_bytes
 from hf_trainweights.checkpoint.loop.training_state import (
     build_checkpoint,
     give_checkpoint,
@@ -27,7 +28,7 @@ from hf_trainweights.checkpoint.planning.policy import ModeName, Policy
 from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, checkpoint_step
 from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, RunBase, require_count
 from hf_trainweights.checkpoint.run.ranks import Ranks, all_ranks
-from hf_trainweights.errors import ConfigError
+from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.atomic import make_directories, save_errors
 
 _SIGTERM_EXIT_STATUS = 128 + signal.SIGTERM
@@ -45,8 +46,13 @@ class CheckpointManager:
 
     Resuming is exact: batches come in the same order, because the random number generators are put back to where they
     were when the pass over the loader began, its consumed batches are skipped, and they are then set as they were at
-    the save. They are Python's, numpy's and torch's on CPU and CUDA; those of MPS and XPU are not saved. A loop over
-    several passes calls `steps` once for each; passes that are done yield nothing.
+    the save. They are Python's, numpy's and torch's on CPU and CUDA; those of MPS and XPU are not saved.
+
+    A loop over several passes calls `steps` once for each, one after the other. Passes that are done yield nothing. The
+    loop repeats its work between them, such as a scheduler's step or adding a group of parameters. So optimizer,
+    scheduler and scaler are restored when the first pass begins that is not done, over all of that. The model has the
+    weights of the checkpoint from the first call on. A loop whose passes are all done has the rest when it leaves the
+    block. A DataLoader with `persistent_workers` starts new workers for each pass.
 
     Where `torch.distributed` is initialized, as for DDP, every rank runs the same loop with the same arguments. The
     first rank writes and removes checkpoints for all of them; each rank gets its own random number generators and its
@@ -94,7 +100,7 @@ class CheckpointManager:
         anchor: str | Path | None = None,
         keep_base: bool = False,
     ):
-        self._root = Path(root)
+        self._root = Path(root).absolute()
         self._policy = Policy(mode, rules or {})
         self._every_steps = require_count("every_steps", every_steps)
         self._keep_last = None if keep_last is None else require_count("keep_last", keep_last)
@@ -102,7 +108,8 @@ class CheckpointManager:
         self._base = RunBase(anchor, keep_base)
         self._metrics: dict[str, Any] = {}
         self._parts: tuple[Any, ...] = ()  # model, optimizer, scheduler, scaler
-        self._pass: Generator[tuple[int, Any], None, None] = (each for each in ())
+        self._pass: Pass | None = None
+        self._checkpoint: dict[str, Any] | None = None  # the one to be restored, until it is
         self._progress = Progress()
         self._ranks = Ranks()
         self._saved_step: int | None = None
@@ -126,8 +133,10 @@ class CheckpointManager:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
+            if self._pass is not None:
+                self._pass.close("the `with` block has ended")
             if kind is None:
-                self._pass.close()
+                self._restore()
                 self._save_last()
         finally:
             self._entered = False
@@ -177,19 +186,28 @@ class CheckpointManager:
 
         Raises:
             ConfigError: The manager's `with` block is not entered, the model's base is not found, or a resume cannot go
-                on from the checkpoint with this loader.
+                on from the checkpoint with this loader. Also when a pass goes on that a later call has ended.
             CorruptFileError: The model is not the one that was saved.
+            UnsupportedError: The loader has `persistent_workers`, and it is of a kind that cannot start new ones.
             SaveError: A checkpoint cannot be written; earlier ones are untouched.
         """
         if not self._entered:
             raise ConfigError("CheckpointManager.steps", "a call inside its `with` block", "one outside", "Enter it.")
-        self._pass.close()  # the loop may still hold one that it has left
+        if self._pass is not None:
+            self._pass.close("a later call of `steps` has begun another one")
         first = not self._parts
         self._parts = (model, optimizer, scheduler, scaler)
         if first:
             self._base.find(model)
+            self._read_checkpoint()
+        if not self._progress.passes_to_skip:
             self._restore()
-        self._pass = self._one_pass(loader)
+        elif first and self._checkpoint is not None:
+            # The loop may evaluate the model after a pass that is done; it may also have layers to add before they fit.
+            with contextlib.suppress(CorruptFileError):
+                load_module_state(model, self._checkpoint["model"])
+            _mark_stepped(optimizer)
+        self._pass = Pass(self._one_pass(loader))
         return self._pass
 
     def _one_pass(self, loader: Iterable[Any]) -> Generator[tuple[int, Any], None, None]:
@@ -231,18 +249,24 @@ class CheckpointManager:
             make_directories(self._root)
         collect_garbage(self._root)
 
-    def _restore(self) -> None:
+    def _read_checkpoint(self) -> None:
         path = self._ranks.decide(lambda: latest(self._root))
         if path is None:
             return
         checkpoint = load_verified(Path(path))
         progress = Progress.resumed(path, checkpoint, self._ranks)
-        give_checkpoint({**checkpoint, "rng": progress.rng}, *self._parts)
+        self._checkpoint = {**checkpoint, "rng": progress.rng}
         self._progress, self._saved_step = progress, progress.step
         # A process that was killed after its last save has not come to this, and there may be no save any more.
         # No rank reads the checkpoint any more when the first one removes others.
         self._ranks.gather(lambda: None)
         self._ranks.decide(lambda: self._remove_old(Path(path)))
+
+    def _restore(self) -> None:
+        """Put the state of the checkpoint into the objects, once."""
+        checkpoint, self._checkpoint = self._checkpoint, None
+        if checkpoint is not None:
+            give_checkpoint(checkpoint, *self._parts)
 
     def _save_last(self) -> None:
         """Save when the loop is over: a gradient that it has half summed is left out, with its batches."""
@@ -299,6 +323,13 @@ class CheckpointManager:
 
     def _on_sigterm(self, *_: Any) -> None:
         self._terminated = True
+
+
+def _mark_stepped(optimizer: Any) -> None:
+    """Keep a scheduler from the warning that its optimizer has not stepped: in the passes that are done it has."""
+    for owner in (optimizer, getattr(optimizer, "optimizer", None)):
+        if owner is not None:
+            owner._opt_called = True
 
 
 @contextlib.contextmanager

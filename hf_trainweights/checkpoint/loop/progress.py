@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from hf_trainweights.checkpoint.run.ranks import Ranks
-from hf_trainweights.errors import ConfigError
+from hf_trainweights.errors import ConfigError, UnsupportedError
 
 _POSITION = {"passes", "consumed", "start"}
 
@@ -74,6 +75,7 @@ class Progress:
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of the present pass that are left."""
         rng, self.rng = self.rng, None
+        end_workers(loader)
         generators = _generators(loader)
         if self.start is None:
             if rng is not None:
@@ -98,6 +100,26 @@ class Progress:
         yield from batches
 
 
+class Pass(Iterator[tuple[int, Any]]):
+    """One pass over a loader. A loop that goes on with it after it was ended from outside would miss batches."""
+
+    def __init__(self, steps: Generator[tuple[int, Any], None, None]):
+        self._steps = steps
+        self._ended_by: str | None = None
+
+    def __next__(self) -> tuple[int, Any]:
+        if self._ended_by is not None:
+            next_step = "Finish a pass or leave it before the next one begins, and read other data without the manager."
+            raise ConfigError("CheckpointManager.steps", "one pass at a time", self._ended_by, next_step)
+        return next(self._steps)
+
+    def close(self, why: str | None = None) -> None:
+        """End the pass. A loop that asks for more of it gets `why` in an error."""
+        if inspect.getgeneratorstate(self._steps) != inspect.GEN_CLOSED:  # then it is complete
+            self._ended_by = why
+        self._steps.close()
+
+
 @dataclass(frozen=True)
 class Boundary:
     """A loop right after an optimizer's step: what the batches of a half summed gradient change since then."""
@@ -120,6 +142,23 @@ def state_from_bytes(data: bytes) -> dict[str, Any]:
     state.
     """
     return torch.load(io.BytesIO(data), weights_only=True)
+
+
+def end_workers(loader: Any) -> None:
+    """End the workers that a DataLoader keeps from pass to pass, so that each pass starts new ones.
+
+    Their random numbers run on from pass to pass, and a resume cannot get there without loading all passes again. New
+    workers begin with a seed that the random numbers of this process give. UnsupportedError: the loader hides them.
+    """
+    owners: tuple[Any, Any] = loader, getattr(loader, "base_dataloader", None)  # accelerate wraps the loader
+    for owner in owners:
+        if not getattr(owner, "persistent_workers", False):
+            continue
+        if not hasattr(owner, "_iterator"):
+            next_step = "Build the loader with persistent_workers=False."
+            found = f"a {type(owner).__name__} that keeps its workers"
+            raise UnsupportedError("the loader", "workers that can be started anew", found, next_step)
+        owner._iterator = None
 
 
 def _generators(loader: Any) -> list[torch.Generator]:

@@ -6,7 +6,7 @@
 | `optimizer`, `scheduler`, `scaler` | what their `state_dict()` gives | `optimizer.pt`, `scheduler.pt`, `scaler.pt` |
 | `rng` | states of the random number generators | `rng_state.pth` |
 | `epoch`, `step`, `extra` | progress, and what the caller adds | `trainweights_state.pt` |
-| `names` | which names are buffers, and the names of the optimizer's parameters | the same |
+| `names` | which names are buffers, the names of the optimizer's parameters, and its class | the same |
 
 A key is left out where there is no value.
 """
@@ -27,6 +27,7 @@ from hf_trainweights.checkpoint.encoded.storage_tasks import Plan
 from hf_trainweights.checkpoint.loop.module_state import load_module_state, module_state
 from hf_trainweights.checkpoint.loop.progress import rng_state, set_rng_state
 from hf_trainweights.checkpoint.manifest import Manifest, require_progress
+from hf_trainweights.checkpoint.planning.optimizers import class_name
 from hf_trainweights.checkpoint.planning.policy import ModeName, Policy
 from hf_trainweights.checkpoint.planning.roles import optimizer_parameter_names
 from hf_trainweights.checkpoint.run.checkpoints import OPTIMIZER_NAME, STATE_NAME, intact_manifest
@@ -80,6 +81,9 @@ def build_checkpoint(
     """
     buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
     given = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    names = {"buffers": buffers, "optimizer": optimizer_parameter_names(model, optimizer)}
+    if optimizer is not None:
+        names["optimizer_class"] = class_name(optimizer)
     parts = {
         "model": module_state(model),
         **{part: each.state_dict() for part, each in given.items() if each is not None},
@@ -87,7 +91,7 @@ def build_checkpoint(
         "epoch": epoch,
         "step": step,
         "extra": extra,
-        "names": {"buffers": buffers, "optimizer": optimizer_parameter_names(model, optimizer)},
+        "names": names,
     }
     return {key: value for key, value in parts.items() if value is not None}
 
@@ -236,14 +240,17 @@ def save_training_state(
     require_progress(step, epoch)
     names = checkpoint.get("names", {})
     optimizer = checkpoint.get("optimizer", {})
-    weights = Weights(checkpoint["model"], names.get("buffers", ()), optimizer, names.get("optimizer", {}))
+    optimizer_class = names.get("optimizer_class")
+    weights = Weights(
+        checkpoint["model"], names.get("buffers", ()), optimizer, names.get("optimizer", {}), optimizer_class
+    )
     policy.require_used([*map(str, checkpoint["model"]), *names.get("optimizer", {}).values()])
     small = {key: checkpoint[key] for key in _SMALL_PARTS if key in checkpoint}
     small["parts"] = parts = [part for part in _FILES if part in checkpoint]
     trees: dict[str, tuple[Any, Plan]] = {STATE_NAME: (small, {})}
     trees |= {_FILES[part]: (checkpoint[part], {}) for part in parts if part != "model"}
     if "optimizer" in checkpoint:
-        plan = policy.plan_optimizer(optimizer, names=names.get("optimizer") or None)
+        plan = policy.plan_optimizer(optimizer, names=names.get("optimizer") or None, optimizer=optimizer_class)
         trees[OPTIMIZER_NAME] = (optimizer, plan)
     return save_new_directory(
         SaveJob(path, policy, anchor_every, base),

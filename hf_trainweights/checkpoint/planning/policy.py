@@ -3,10 +3,10 @@
 | role | what | `near-lossless` | `compact` |
 |---|---|---|---|
 | weight | parameters | delta-uniform, step rms / 4 | delta-uniform, step rms |
-| exp_avg | Adam's first moment | update-space, step 1/4 | update-space, step 1/2 |
-| exp_avg_sq | Adam's second moment; exactly: planes-rank1 | log-rank1, step 1 | log-rank1, step 2 |
+| exp_avg | first moment of Adam and AdamW | update-space, step 1/4 | update-space, step 1/2 |
+| exp_avg_sq | their second moment; exactly: planes-rank1 | log-rank1, step 1 | log-rank1, step 2 |
 | buffer | buffers of the module | exact | exact |
-| other | step counters, states of optimizers that are not Adam | exact | exact |
+| other | step counters, states of other optimizers (see optimizers.py) | exact | exact |
 
 In `lossless` everything is exact. `rms` is the root mean square of the first difference to the anchor. A weight
 without an anchor has the steps that the last update of Adam, or an earlier anchor, lets expect; where neither is there,
@@ -34,7 +34,8 @@ from hf_trainweights.checkpoint.codecs.grouped import Grouped
 from hf_trainweights.checkpoint.codecs.moments import LogRank1, UpdateSpace
 from hf_trainweights.checkpoint.encoded.storage_tasks import Plan, TensorPlan
 from hf_trainweights.checkpoint.encoded.tree import Key, KeyPath
-from hf_trainweights.checkpoint.planning.roles import MOMENTS, is_optimizer_state, recorded_names
+from hf_trainweights.checkpoint.planning.optimizers import rule_of
+from hf_trainweights.checkpoint.planning.roles import is_optimizer_state, recorded_names
 from hf_trainweights.errors import ConfigError, did_you_mean
 from hf_trainweights.files.selectors import EXPRESSION, most_exact, name_and_modules, require_used, select
 from hf_trainweights.formats import FORMATS
@@ -45,8 +46,6 @@ OPTIMIZER_ROLES = ("exp_avg", "exp_avg_sq", "other")
 
 # The selector of a rule for a role alone.
 _ANY_NAME = f"{EXPRESSION}.*"
-# What Adam and AdamW keep per parameter, and apex without the step; with another key it is another optimizer.
-_ADAM_STATE = MOMENTS | {"step"}
 
 
 @dataclass(frozen=True)
@@ -151,12 +150,13 @@ class Policy:
                 plan[name,] = TensorPlan(role, name, codecs)
         return plan
 
-    def plan_tree(self, tree: Any, names: Mapping[Key, str] | None = None) -> Plan:
+    def plan_tree(self, tree: Any, names: Mapping[Key, str] | None = None, optimizer: str | None = None) -> Plan:
         """Plan a tree by what it looks like: an optimizer's state, a module's, or a dict of those; the rest is exact.
 
         Args:
             tree: What the file holds.
-            names: Names of an optimizer's parameters, as in `plan_optimizer`.
+            names: Names of an optimizer's parameters, as in `plan_optimizer`, where the tree is its state dict.
+            optimizer: Its class, likewise.
 
         Returns:
             A plan for `encode_file(tree, plan)`.
@@ -173,7 +173,9 @@ class Policy:
                 continue
             seen.add(id(value))
             if value.keys() >= {"state", "param_groups"}:
-                planned = self.plan_optimizer(value, names=(not place and names) or None)
+                planned = self.plan_optimizer(
+                    value, **({} if place else {"names": names or None, "optimizer": optimizer})
+                )
             elif value and all(isinstance(each, Tensor) for each in value.values()):
                 planned = self.plan_weights(value)
             else:
@@ -184,13 +186,17 @@ class Policy:
                 plan[(*place, *path)] = dataclasses.replace(each, exp_avg_sq=moment)
         return plan
 
-    def plan_optimizer(self, state: Mapping[str, Any], *, names: Mapping[Key, str] | None = None) -> Plan:
+    def plan_optimizer(
+        self, state: Mapping[str, Any], *, names: Mapping[Key, str] | None = None, optimizer: str | None = None
+    ) -> Plan:
         """Plan the file of `optimizer.state_dict()`; of other layouts every tensor is exact.
 
         Args:
             state: The state dict.
             names: Its parameters' names by their index in it. Default: those that an optimizer made from
                 `model.named_parameters()` records itself.
+            optimizer: Its class, as `class_name` returns it. Default: torch's Adam if its groups have exactly the
+                settings of that, else none that is known.
 
         Returns:
             A plan for `encode_file(state, plan)`.
@@ -203,14 +209,15 @@ class Policy:
         states, groups = state["state"], state["param_groups"]
         names = recorded_names(state) if names is None else names
         self._require_names(states, names)
-        with_betas = {index for group in groups if "betas" in group for index in group["params"]}
+        rules = {index: rule_of(optimizer, group) for group in groups for index in group["params"]}
         choose = self._chooser(names.get(index, str(index)) for index in states)
         plan: dict[KeyPath, TensorPlan] = {}
         for index, values in states.items():
             name = names.get(index, str(index))
-            is_adams = index in with_betas and _is_adams(values)
+            rule = rules.get(index)
+            roles = rule.roles if rule and rule.fits(values) else {}
             for key, tensor in _tensors(values).items():
-                role = key if is_adams and key in MOMENTS else "other"
+                role = roles.get(key, "other")
                 codecs = _codecs(choose(role, name), role, tensor)
                 moment = ("state", index, "exp_avg_sq") if UpdateSpace in map(type, codecs) else None
                 plan["state", index, key] = TensorPlan(role, name, codecs, exp_avg_sq=moment)
@@ -268,12 +275,6 @@ def _tensors(mapping: object) -> dict[Any, Tensor]:
     if not isinstance(mapping, Mapping):
         return {}
     return {key: value for key, value in mapping.items() if isinstance(value, Tensor)}
-
-
-def _is_adams(state: Mapping[Any, Any]) -> bool:
-    """Return whether a parameter's state is that of Adam or AdamW."""
-    moments = [tensor for key, tensor in _tensors(state).items() if key in MOMENTS and tensor.dtype in LOSSY_DTYPES]
-    return len(moments) == 2 and moments[0].shape == moments[1].shape and state.keys() <= _ADAM_STATE
 
 
 def _steps_per_rms(choice: str | Codec, role: str, tensor: Tensor) -> int:

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES
@@ -31,8 +32,9 @@ from hf_trainweights.checkpoint.encoded.reader import anchor_digests, read_struc
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, anchor_file_name
 from hf_trainweights.checkpoint.encoded.workers import in_order, worker_count
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest, require_amounts, require_fields
+from hf_trainweights.checkpoint.planning.optimizers import adam_states
 from hf_trainweights.checkpoint.planning.policy import SIZE_FLOOR
-from hf_trainweights.checkpoint.planning.roles import is_number, is_optimizer_state
+from hf_trainweights.checkpoint.planning.roles import is_number
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.atomic import link_or_copy, remove_files
 
@@ -48,6 +50,8 @@ _RECORD = {
 
 # A delta that costs one bit per weight more than the first one did is twice as large: the anchor has aged.
 _REFRESH_BITS = 1.0
+# A root of a second moment that is so many times as large as Adam's eps makes it irrelevant.
+_IRRELEVANT_EPS = 1000
 # Where saves lie further apart, or nobody knows how far, the estimate is too small: steps get finer, never too coarse.
 _MOST_STEPS = 100
 
@@ -205,7 +209,10 @@ def delta_rms(tensor: Tensor, name: str, anchor: Anchor | BaseWeights) -> float 
 
 
 def expected_drift_rms(
-    optimizer: Mapping[str, Any], names: Mapping[Any, str], interval_steps: int | None = None
+    optimizer: Mapping[str, Any],
+    names: Mapping[Any, str],
+    interval_steps: int | None = None,
+    optimizer_class: str | None = None,
 ) -> dict[str, float]:
     """Estimate from Adam's moments by name the rms of how far each weight moves between two saves.
 
@@ -213,50 +220,47 @@ def expected_drift_rms(
     steps, because Adam spreads it over the following ones. The root mean square of exp_avg is that of g times sqrt((1 -
     beta1) / (1 + beta1)). Measured in a language model from scratch and in a fine-tune, weights move 0.4 to 1.3 times
     as far: less while the learning rate falls. Of `interval_steps`, the training steps between two saves, at most 100
-    count; default: those since the start. Parameters without a name or an Adam state are left out.
+    count; default: those since the start. Parameters without a name are left out, and those that another rule than
+    Adam's moves.
     """
     most_steps = min(interval_steps or _MOST_STEPS, _MOST_STEPS)
-    if not is_optimizer_state(optimizer):
-        return {}
     tasks: dict[str, tuple[int, Callable[[], float]]] = {}
-    for group in optimizer["param_groups"]:
-        for index in group["params"]:
-            state = optimizer["state"].get(index, {})
-            if index in names and "betas" in group and _is_adams(state):
-                task = partial(_adam_drift_rms, state, float(group["lr"]), group["betas"], most_steps)
-                tasks[names[index]] = state["exp_avg"].nbytes, task
+    for name, state, group in adam_states(optimizer, names, optimizer_class):
+        if is_number(state.get("step")):
+            tasks[name] = state["exp_avg"].nbytes, partial(_adam_drift_rms, state, group, most_steps)
     workers = worker_count(sum(size_bytes for size_bytes, _ in tasks.values()))
     return dict(zip(tasks, in_order(tasks.values(), workers, lambda _: 0), strict=True))
 
 
-def second_moments(optimizer: Mapping[str, Any], names: Mapping[Any, str]) -> dict[str, Tensor]:
+def second_moments(
+    optimizer: Mapping[str, Any], names: Mapping[Any, str], optimizer_class: str | None = None
+) -> dict[str, Tensor]:
     """Return each parameter's `exp_avg_sq` by name, a hint for codecs, as far as the optimizer is Adam."""
-    if not is_optimizer_state(optimizer):
-        return {}
-    states = {names[index]: state for index, state in optimizer["state"].items() if index in names}
-    moments = {name: state["exp_avg_sq"] for name, state in states.items() if _is_adams(state)}
+    states = adam_states(optimizer, names, optimizer_class)
+    moments = {name: state["exp_avg_sq"] for name, state, _ in states}
     return {name: moment for name, moment in moments.items() if moment.dtype in LOSSY_DTYPES}
 
 
-def _is_adams(state: Mapping[str, Any]) -> bool:
-    first, second = state.get("exp_avg"), state.get("exp_avg_sq")
-    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
-        return False
-    return first.shape == second.shape and not first.is_complex() and is_number(state.get("step"))
-
-
-def _adam_drift_rms(state: Mapping[str, Any], lr: float, betas: tuple[float, float], most_steps: int) -> float:
-    steps = float(state["step"])
-    first, second = state["exp_avg"], state["exp_avg_sq"]
-    if steps < 1 or not first.numel():
+def _adam_drift_rms(state: Mapping[str, Any], group: Mapping[str, Any], most_steps: int) -> float:
+    steps, (beta1, beta2) = float(state["step"]), map(float, group["betas"])
+    # Adam with amsgrad divides updates by the largest second moment so far.
+    first, second = state["exp_avg"], state.get("max_exp_avg_sq", state["exp_avg_sq"])
+    if steps < 1 or not first.numel() or first.shape != second.shape:
         return 0.0
+    eps = float(group.get("eps", 0.0)) * math.sqrt(1 - beta2**steps)
     moments, total = (first.flatten(), second.flatten()), 0.0
     for chunk in chunk_ranges(first.numel()):
         mean, square = (each[chunk].float() for each in moments)
-        total += mean.square().div_(square).nan_to_num_(0.0, 0.0, 0.0).mean().item() * len(mean)
-    correction = (1 - betas[1] ** steps) / (1 - betas[0] ** steps) ** 2
+        total += mean.square().div_(_divisors(square, eps)).nan_to_num_(0.0, 0.0, 0.0).mean().item() * len(mean)
+    correction = (1 - beta2**steps) / (1 - beta1**steps) ** 2
     squares = max(total / first.numel(), 0.0)  # a damaged second moment may be negative
-    return lr * math.sqrt(squares * correction * _independent_updates(min(steps, most_steps), betas[0]))
+    return float(group["lr"]) * math.sqrt(squares * correction * _independent_updates(min(steps, most_steps), beta1))
+
+
+def _divisors(square: Tensor, eps: float) -> Tensor:
+    """Return the squares of the numbers by which Adam divides; `eps` counts where it changes one by a thousandth."""
+    largest = (_IRRELEVANT_EPS * eps) ** 2
+    return square if square.amin() >= largest else torch.where(square < largest, (square.sqrt() + eps) ** 2, square)
 
 
 def _independent_updates(steps: float, beta: float) -> float:

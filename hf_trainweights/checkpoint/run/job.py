@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import stat
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,16 +32,18 @@ from hf_trainweights.checkpoint.manifest import (
     with_earlier_rounding,
     write_manifest,
 )
+from hf_trainweights.checkpoint.planning.optimizers import recorded_class
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.anchors import unused_anchors
-from hf_trainweights.checkpoint.run.checkpoints import RNG_PREFIX, file_problem, list_files, trainer_state
+from hf_trainweights.checkpoint.run.checkpoints import RNG_PREFIX, file_problem, list_files, step_of, trainer_state
 from hf_trainweights.checkpoint.run.ranks import Ranks
 from hf_trainweights.errors import ConfigError, TrainWeightsError, UnsupportedError
 from hf_trainweights.files import disk
-from hf_trainweights.files.atomic import create_file, remove_files, replace_file, save_errors
+from hf_trainweights.files.atomic import create_file, keeping_permissions, remove_files, replace_file, save_errors
 from hf_trainweights.files.disk import lock_directory
 from hf_trainweights.files.reading import DigestedFile, file_sha256, is_torch_file
 from hf_trainweights.files.staging import remove_abandoned
+from hf_trainweights.files.weight_files import may_be_loaded
 from hf_trainweights.models.host.models import model_origin
 
 ANCHOR_EVERY_SAVES = 8
@@ -77,9 +79,19 @@ class BaseChoice:
             raise ConfigError("keep_base", "an anchor to keep", "none", "Pass an anchor as well, or leave it out.")
         return None
 
+    def is_kept_by(self, checkpoint: Path, files: Iterable[Path]) -> bool:
+        """Return whether a checkpoint keeps the files of the base: by choice, or because its run may write over them.
+
+        A Trainer saves its final model in the directory of the run, and writes over checkpoints there or removes them.
+        """
+        run, path = checkpoint.parent.resolve(), self.path.resolve()
+        directories = {path if path.is_dir() else path.parent, *(file.resolve().parent for file in files)}
+        owned = (each == run or (each.parent == run and step_of(each) is not None) for each in directories)
+        return self.keep or any(owned)
+
 
 class RunBase:
-    """The base of a run: found once, before anything is saved; without one, or before it is found, `choice` is None.
+    """The base of a run, found before anything is saved; without one, or before it is found, `choice` is None.
 
     `anchor` is `"base"` for the weights that the model was loaded from, a directory or a file of weights, or None.
     ConfigError: there are no weights, or `keep` has nothing to keep.
@@ -88,6 +100,8 @@ class RunBase:
     def __init__(self, anchor: str | Path | None, keep: bool):
         self._keep = keep
         self._is_sought = anchor == _OF_THE_MODEL
+        # Where the model came from whose base was sought and found.
+        self._origin: tuple[str | None, str | None] | None = None
         self.choice = None if self._is_sought else BaseChoice.of(anchor, keep)
 
     def require_whole_files(self, is_sharded: bool) -> None:
@@ -99,25 +113,31 @@ class RunBase:
     def find(self, model: nn.Module | None) -> None:
         """Find the weights that a model, of an adapter its base model, was loaded from, if they are wanted.
 
-        A base that is known already is registered once more: whoever was pickled for this process left that behind.
+        A training that begins again, with weights that have moved, keeps the base. A base that is known already is
+        registered once more: whoever was pickled for this process left that behind.
         ConfigError: it was not loaded by `from_pretrained`, or its weights are no longer there.
         """
-        if self.choice is not None:
-            register_base(self.choice.path)
-        elif model is not None and self._is_sought:
+        if self._is_sought and model is not None:
             module = extract_model_from_parallel(model)
             name, commit = model_origin(module)
             if not name:
                 found = f"a {type(model).__name__} that was not loaded by from_pretrained"
                 raise ConfigError("anchor", "a model with a base", found, "Pass the path of weights, or leave it out.")
-            path = Path(name) if Path(name).exists() else _snapshot_of(name, commit, module)
-            self.choice = BaseChoice.of(path, self._keep)
+            known = self.choice.path if self.choice and (name, commit) == self._origin else None
+            path = Path(name).absolute() if Path(name).exists() else _snapshot_of(name, commit, module, known)
+            if path != known:
+                self.choice, self._origin = BaseChoice.of(path, self._keep), (name, commit)
+        if self.choice is not None:
+            register_base(self.choice.path)
 
 
-def _snapshot_of(repository: str, commit: str | None, model: nn.Module) -> Path:
-    """Return the commit in the Hub's cache that a model was loaded from; newer Transformers do not say which."""
+def _snapshot_of(repository: str, commit: str | None, model: nn.Module, known: Path | None) -> Path:
+    """Return the commit in the Hub's cache that a model was loaded from; newer Transformers do not say which.
+
+    `known` is what an earlier call has found for the same repository and commit.
+    """
     snapshots = cached_snapshots(repository)
-    if not snapshots:
+    if not snapshots and known is None:
         next_step = "Pass the directory of the model that the run starts from."
         raise ConfigError("anchor", f"{repository} in the Hub's cache", "no commit of it there", next_step)
     named = [path for path in snapshots if path.name == commit]
@@ -125,7 +145,7 @@ def _snapshot_of(repository: str, commit: str | None, model: nn.Module) -> Path:
         return [*named, *snapshots][0]
     weights = model.state_dict()
     # Any commit could serve; the one that the run starts from makes the smallest differences.
-    return next((path for path in snapshots if _holds(path, weights)), snapshots[0])
+    return next((path for path in snapshots if _holds(path, weights)), known or snapshots[0])
 
 
 def _holds(snapshot: Path, weights: Mapping[str, Any]) -> bool:
@@ -146,8 +166,9 @@ class SaveJob:
     """One checkpoint that is being saved: in a `temporary` directory that becomes `path`, or else where it lies.
 
     `anchor_every` is the most checkpoints that one anchor serves; None for a checkpoint that needs no other. The last
-    five serve where it lies: `buffers` is None if the checkpoint itself tells, `optimizer_names` are by their index in
-    the optimizer's state, and `weights_only` takes a model without training state as well.
+    seven serve where it lies: `buffers` is None if the checkpoint itself tells, `optimizer_names` are by their index in
+    the optimizer's state, `optimizer_class` is None if nobody knows it, `renamed` are the names that weights have in
+    modules by those in the files, and `weights_only` takes a model without training state as well.
     """
 
     path: Path
@@ -159,6 +180,8 @@ class SaveJob:
     keep_weights: bool = False
     buffers: Collection[str] | None = None
     optimizer_names: Mapping[Any, str] = field(default_factory=dict)
+    optimizer_class: str | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
     metrics: Mapping[str, Any] | None = None
     weights_only: bool = False
 
@@ -167,10 +190,21 @@ class SaveJob:
         """Where its files are written, and large payloads wait."""
         return self.temporary or self.path
 
+    def is_done(self, previous: Manifest, choices: Mapping[str, Any]) -> bool:
+        """Return whether a checkpoint was made small by these choices already, knowing as much of its optimizer."""
+        is_news = self.optimizer_class not in (None, recorded_class(previous.metadata))
+        return choices.items() <= previous.metadata.items() and not is_news
+
+    def class_after(self, previous: Manifest | None) -> str | None:
+        """Return the class of the optimizer, as an earlier save recorded it where the job does not know it."""
+        return self.optimizer_class or (recorded_class(previous.metadata) if previous else None)
+
     @contextlib.contextmanager
     def open_file(self, name: str) -> Iterator[DigestedFile]:
-        """Open a file of the directory for writing."""
-        with (create_file if self.temporary else replace_file)(self.directory / name) as file:
+        """Open a file of the directory for writing; new weights have the permissions of those that they replace."""
+        path = self.directory / name
+        weights = (file for file in self.path.glob("*") if may_be_loaded(file.name))
+        with create_file(path) if self.temporary else replace_file(path, weights) as file:
             yield DigestedFile(file)
 
 
@@ -183,11 +217,12 @@ def rewriting(path: Path) -> Iterator[None]:
     """
     outcome = "Every file there is whole, old or new."
     with save_errors(path, outcome), lock_directory(path, wait=True):
-        times = path.stat()
+        times, manifest = path.stat(), path / MANIFEST_NAME
         try:
-            remove_files([path / MANIFEST_NAME])
-            remove_abandoned(path)
-            yield
+            with keeping_permissions(manifest):
+                remove_files([manifest])
+                remove_abandoned(path)
+                yield
         finally:
             with contextlib.suppress(OSError):  # whoever may write in a directory of others may not set its times
                 disk.file_system.set_times(path, times.st_atime_ns, times.st_mtime_ns)

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from hf_trainweights.checkpoint.dcp.metadata import METADATA_NAME, Place
+from hf_trainweights.checkpoint.dcp.metadata import ITEM_SUFFIX, METADATA_NAME, Place
 from hf_trainweights.checkpoint.dcp.reader import ShardedContents, current_manifest, dcp_directories, read_place
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest
@@ -142,7 +142,7 @@ def _write_items(contents: ShardedContents, target: Path, new_names: Mapping[str
     places: dict[MetadataIndex, Place] = {}
     for name, new_name in new_names.items():
         start = 0
-        with replace_file(target / new_name) as file:
+        with replace_file(target / new_name, target.glob(f"*{ITEM_SUFFIX}")) as file:
             for index in items[name]:
                 data = _plain_bytes(contents, index)
                 file.write(data)

@@ -194,7 +194,7 @@ def pickled_metadata(metadata: Metadata, places: Mapping[MetadataIndex, Place], 
     """Change metadata so that a stock `FileSystemReader` finds the items, and return them as it reads them."""
     if _StorageInfo is None:
         expected = "torch.distributed.checkpoint.filesystem._StorageInfo"
-        raise UnsupportedError("TrainWeightsWriter", expected, "none", "Use a version of torch from 2.8 to 2.13.")
+        raise UnsupportedError("TrainWeightsWriter", expected, "none", "Use a version of torch from 2.8 to 2.15.")
     info: Any = _StorageInfo
     metadata.storage_data = {
         index: info(place.file, place.start, place.stop - place.start) for index, place in places.items()

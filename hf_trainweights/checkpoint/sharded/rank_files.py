@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from zlib_ng import zlib_ng
 
-from hf_trainweights.checkpoint.dcp.metadata import Place
+from hf_trainweights.checkpoint.dcp.metadata import ITEM_SUFFIX, Place
 from hf_trainweights.checkpoint.encoded.decoder import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, Payload, encode_file, pickled
 from hf_trainweights.checkpoint.encoded.storage_tasks import Plan
@@ -53,7 +53,7 @@ from hf_trainweights.files.torch_zip import FIRST_RECORD_START, MemoryFile, Writ
 # Steps, learning rates and the like are the same for most parameters; items up to this length are stored once.
 _REPEATED_BYTES = 4096
 # What stands as the codec of an object, which is kept as torch.save wrote it.
-_OBJECT_CODEC = "torch.save"
+OBJECT_CODEC = "torch.save"
 
 _UNIX = 3
 # Three records with short names take half as many.
@@ -134,7 +134,7 @@ def _write_one(rank: RankItems, item: WriteItem, target: _RankFile) -> StoredIte
     plan = rank.plan(item)
     if plan is None:
         data, name = rank.data(item), item.index.fqn
-        report = TensorReport(name, name, "other", _OBJECT_CODEC, {}, None, len(data), len(data))
+        report = TensorReport(name, name, "other", OBJECT_CODEC, {}, None, len(data), len(data))
         return target.put_once(item, data, report)
     encoded = encode_file(rank.tensor(item), {(): plan})
     return target.put_once(item, _Item.of(encoded.payload, encoded.structure).content, encoded.report[0])
@@ -202,7 +202,7 @@ class _RankFile:
 
 @contextlib.contextmanager
 def _new_file(path: Path, *, is_anchor: bool = False) -> Iterator[_RankFile]:
-    with replace_file(path) as file:
+    with replace_file(path, path.parent.glob(f"*{ITEM_SUFFIX}")) as file:
         digested = DigestedFile(file)
         joiner = _Joiner(digested) if is_anchor else None
         yield _RankFile(path.name, digested, joiner)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from hf_trainweights.checkpoint.encoded.storage_tasks import TensorPlan
 from hf_trainweights.checkpoint.encoded.tree import require_storable
+from hf_trainweights.checkpoint.planning.optimizers import ADAM, ADAM_GROUP, rule_of
 from hf_trainweights.checkpoint.planning.policy import OPTIMIZER_ROLES, SIZE_FLOOR
 from hf_trainweights.checkpoint.planning.roles import MOMENTS
 from hf_trainweights.checkpoint.run.anchors import expected_drift_rms, second_moments
@@ -25,8 +26,9 @@ from hf_trainweights.errors import UnstorableError
 # A weight is compared with others of its shape only if so many of its elements, evenly spread, are the same.
 _SAMPLE_ELEMENTS = 64
 
-# What the estimate of drift takes from the group of a parameter.
-_FIELDS = ("lr", "betas")
+# Settings of the group of a parameter that the estimate of drift needs, and those that it takes.
+_REQUIRED_FIELDS = ("lr", "betas")
+_FIELDS = (*_REQUIRED_FIELDS, "eps")
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class RankOrders:
     """What the coordinator tells a rank: names of its files, plans by name of the value, and what it knows of shards.
 
     `anchors` are the digest and path of the anchor of each, none for a full checkpoint. `step_rms` is how far each
-    moves, None where it is new; empty if no earlier checkpoint tells.
+    moves, None where it is new; empty if no earlier checkpoint tells. `optimizer_class` is None if nobody knows it.
     """
 
     weights_name: str
@@ -42,6 +44,7 @@ class RankOrders:
     plans: Mapping[str, TensorPlan] = field(default_factory=dict)
     anchors: Mapping[str, tuple[str, Path]] = field(default_factory=dict)
     step_rms: Mapping[str, float | None] = field(default_factory=dict)
+    optimizer_class: str | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,8 @@ class RankItems:
         data = self.resolve(item).getvalue()
         try:
             torch.load(io.BytesIO(data), weights_only=True)
+        except Warning:
+            raise
         except Exception as error:
             next_step = "Store numbers, strings, lists, dicts and tensors: nothing else is loaded without trust."
             called = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
@@ -120,24 +125,24 @@ class AdamStates:
             optimizer, _, key = item.index.fqn.rpartition(f"state.{plan.name}.")
             if is_weight(plan):
                 self._weights[plan.name].append(item.index.fqn)
-            elif key == "step" or key in MOMENTS:
+            elif key == "step" or plan.role in MOMENTS:
                 self._states[plan.name][optimizer].append((key, item))
-        self._of_groups = {item.index.fqn: item for item in rank.at_hand if "param_groups" in item.index.fqn}
-        self._groups: dict[str, dict[str, Mapping[str, Any]]] = {}  # by optimizer and parameter
+        self._groups = Groups(rank)
 
     def drift_rms(self, item: WriteItem) -> float | None:
         """Estimate how far a shard of a weight moves between two saves; None where its state or group is not here."""
         name, optimizer, state = self._state(item)
-        group = self._group(optimizer, name) if state else {}
-        if not group.keys() >= set(_FIELDS):
+        group = self._groups.read(optimizer or "", name, _FIELDS) if state else {}
+        if not group.keys() >= set(_REQUIRED_FIELDS):
             return None
         tree = {"state": {name: state}, "param_groups": [{**group, "params": [name]}]}
-        return expected_drift_rms(tree, {name: name}).get(name)
+        return expected_drift_rms(tree, {name: name}, optimizer_class=ADAM).get(name)
 
     def second_moment(self, item: WriteItem) -> dict[str, Tensor]:
         """Return the `exp_avg_sq` of a shard of a weight, by the weight's name; nothing where its state is not here."""
         name, _, state = self._state(item)
-        return second_moments({"state": {name: state}, "param_groups": []}, {name: name})
+        tree = {"state": {name: state}, "param_groups": [{**ADAM_GROUP, "params": [name]}]}
+        return second_moments(tree, {name: name}, ADAM)
 
     def _state(self, item: WriteItem) -> tuple[str, str | None, dict[str, Tensor]]:
         """Return a weight's name, its optimizer, and of its state what is here."""
@@ -158,33 +163,74 @@ class AdamStates:
         )
         return nearest[0] if is_its_own else None
 
-    def _group(self, optimizer: str | None, parameter: str) -> Mapping[str, Any]:
-        """Return learning rate and betas of a parameter's group, as far as the rank has them."""
-        prefix = f"{optimizer}param_groups"
-        if prefix not in self._groups:
-            self._groups[prefix] = dict(self._read_groups(prefix))
-        return self._groups[prefix].get(parameter) or self._fields(f"{prefix}.{parameter}")
 
-    def _read_groups(self, prefix: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Yield parameters and groups, which DCP keeps as one list at `param_groups`, or at `param_groups.0` ..."""
-        if prefix in self._of_groups:
+class Groups:
+    """The groups of optimizers among the items of a rank: their settings by the parameter.
+
+    DCP keeps them as one list at `param_groups`, as fields at `param_groups.0.lr` ..., or flat, as fields at
+    `param_groups.<parameter>.lr` ...
+    """
+
+    def __init__(self, rank: RankItems):
+        self._rank = rank
+        self._items = {item.index.fqn: item for item in rank.at_hand if "param_groups" in item.index.fqn}
+        self._fields: dict[str, set[str]] = defaultdict(set)  # by the name of the group
+        for name in self._items:
+            group, _, key = name.rpartition(".")
+            self._fields[group].add(key)
+        self._of_parameters: dict[str, dict[str, Mapping[str, Any] | str]] = {}  # a group, or its name
+
+    def settings(self, optimizer: str, parameter: str) -> Collection[str]:
+        """Return the keys of a parameter's group; none where the rank does not have it."""
+        group = self._group(optimizer, parameter)
+        return self._fields[group] if isinstance(group, str) else group.keys()
+
+    def read(self, optimizer: str, parameter: str, keys: Iterable[str]) -> dict[str, Any]:
+        """Return some settings of a parameter's group, as far as the rank has them."""
+        group = self._group(optimizer, parameter)
+        if isinstance(group, str):
+            return {key: self._load(f"{group}.{key}") for key in keys if key in self._fields[group]}
+        return {key: group[key] for key in keys if key in group}
+
+    def _group(self, optimizer: str, parameter: str) -> Mapping[str, Any] | str:
+        prefix = f"{optimizer}param_groups"
+        if prefix not in self._of_parameters:
+            self._of_parameters[prefix] = dict(self._listed(prefix))
+        return self._of_parameters[prefix].get(parameter, f"{prefix}.{parameter}")
+
+    def _listed(self, prefix: str) -> Iterator[tuple[str, Mapping[str, Any] | str]]:
+        """Yield the parameters of groups that stand in a list, and the group of each."""
+        if prefix in self._items:
             for group in self._load(prefix):
                 if isinstance(group, Mapping):
                     yield from ((str(name), group) for name in group.get("params", ()))
         number = 0
-        while f"{prefix}.{number}.params" in self._of_groups:
-            group = self._fields(f"{prefix}.{number}")
-            yield from ((str(name), group) for name in self._load(f"{prefix}.{number}.params"))
+        while f"{prefix}.{number}.params" in self._items:
+            group = f"{prefix}.{number}"
+            yield from ((str(name), group) for name in self._load(f"{group}.params"))
             number += 1
 
-    def _fields(self, group: str) -> dict[str, Any]:
-        return {field: self._load(f"{group}.{field}") for field in _FIELDS if f"{group}.{field}" in self._of_groups}
-
     def _load(self, name: str) -> Any:
-        item = self._of_groups[name]
+        item = self._items[name]
         if item.tensor_data is not None:
             return self._rank.tensor(item)
         return torch.load(io.BytesIO(self._rank.data(item)), weights_only=True)
+
+
+def settled(rank: RankItems) -> RankItems:
+    """Return the items of a rank with exact plans for states that were planned as Adam's and are another optimizer's.
+
+    The coordinator does not see the groups before it plans; each rank has those of its states at hand.
+    """
+    if rank.orders.optimizer_class is not None:
+        return rank
+    plans, groups = dict(rank.orders.plans), Groups(rank)
+    for name, plan in rank.orders.plans.items():
+        if plan.role in MOMENTS:
+            optimizer = name.rpartition(f"state.{plan.name}.")[0]
+            if rule_of(None, groups.settings(optimizer, plan.name)) is None:
+                plans[name] = TensorPlan("other", plan.name, ())
+    return replace(rank, orders=replace(rank.orders, plans=plans))
 
 
 def is_weight(plan: TensorPlan | None) -> bool:

@@ -28,6 +28,7 @@ from hf_trainweights.checkpoint.dcp.metadata import ITEM_SUFFIX, Place
 from hf_trainweights.checkpoint.dcp.reader import ShardedContents, read_place, read_tensor_at
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest import (
+    MANIFEST_NAME,
     PLAIN_MODE,
     FileEntry,
     Manifest,
@@ -37,6 +38,7 @@ from hf_trainweights.checkpoint.manifest import (
     total_rounding,
     write_manifest,
 )
+from hf_trainweights.checkpoint.planning.optimizers import STATES_KEY
 from hf_trainweights.checkpoint.run.anchors import unused_anchors
 from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, size_bytes
 from hf_trainweights.checkpoint.run.job import SaveJob, manifest_fields, rewriting, write_complete_manifest
@@ -44,7 +46,7 @@ from hf_trainweights.checkpoint.sharded.conversion import verified_manifest, wri
 from hf_trainweights.checkpoint.sharded.rank_items import RankItems
 from hf_trainweights.checkpoint.sharded.writer import TrainWeightsWriter, write_items
 from hf_trainweights.errors import CorruptFileError, UnsupportedError
-from hf_trainweights.files.atomic import save_errors
+from hf_trainweights.files.atomic import keeping_permissions, save_errors
 from hf_trainweights.files.disk import is_old, lock_directory
 from hf_trainweights.files.staging import remove_abandoned
 
@@ -107,14 +109,14 @@ class ShardedLayout:
             raise UnsupportedError(str(self.path), expected, "a sharded one", next_step)
         recorded = {"policy": job.policy.to_dict(), "keep_weights": False}
         previous = verified_manifest(self.path, self._parts)
-        if previous is not None and recorded.items() <= previous.metadata.items():
+        if previous is not None and job.is_done(previous, recorded):
             return previous
         with self._held():
             contents = [ShardedContents(part) for part in self._parts]
             for each in contents:
                 each.require_complete()
             fields = manifest_fields(self.path, previous, job.metrics, recorded)
-            self._encode(job, contents, fields.get("step"), recorded)
+            self._encode(job, contents, fields.get("step"), recorded, job.class_after(previous))
             return self._finish(previous, fields)
 
     def restore(self) -> Manifest:
@@ -143,10 +145,16 @@ class ShardedLayout:
             for part in self._parts:
                 stack.enter_context(lock_directory(part, wait=True))
                 remove_abandoned(part)
+                stack.enter_context(keeping_permissions(part / MANIFEST_NAME))
             yield
 
     def _encode(
-        self, job: SaveJob, contents: Sequence[ShardedContents], step: int | None, metadata: Mapping[str, Any]
+        self,
+        job: SaveJob,
+        contents: Sequence[ShardedContents],
+        step: int | None,
+        metadata: Mapping[str, Any],
+        optimizer_class: str | None,
     ) -> None:
         """Encode the directories that are not rounded yet; another time would hide their error."""
         weights = [name for each in contents for name in each.all_weights()]
@@ -156,7 +164,7 @@ class ShardedLayout:
         if buffers is None and set(trained) & set(weights):
             buffers = sorted(set(weights) - set(trained))
         options: dict[str, Any] = {"buffers": buffers, "anchor_every": job.anchor_every}
-        options |= {"step": step, "metadata": metadata}
+        options |= {"step": step, "metadata": metadata, "optimizer": optimizer_class}
         for each in contents:
             if each.manifest is None or not total_rounding(each.manifest):
                 anchor = self._anchor(each.directory)
@@ -181,6 +189,8 @@ class ShardedLayout:
         lost: dict[str, Mapping[str, float]] = {}
         for part in self._parts:
             manifest = read_manifest(part)
+            states = {key: value for key, value in manifest.metadata.items() if key == STATES_KEY}
+            fields = {**fields, "metadata": {**fields["metadata"], **states}}
             known = dict(fields) if part == self.path else {}
             if before := self._lost_before(part, previous):
                 items = [name for name, entry in manifest.files.items() if entry.report.get("tensors")]

@@ -26,33 +26,39 @@ from torch.futures import Future
 from hf_trainweights.checkpoint.dcp.metadata import METADATA_NAME
 from hf_trainweights.checkpoint.encoded.storage_tasks import Plan, TensorPlan
 from hf_trainweights.checkpoint.manifest import require_progress
-from hf_trainweights.checkpoint.planning.policy import ModeName, Policy
+from hf_trainweights.checkpoint.planning.optimizers import ADAM, ADAM_GROUP, STATES_KEY, class_name, states_entry
+from hf_trainweights.checkpoint.planning.policy import LOSSY_MODES, OPTIMIZER_ROLES, ModeName, Policy
 from hf_trainweights.checkpoint.planning.roles import StateName, models, optimizer_states
 from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, require_count
 from hf_trainweights.checkpoint.sharded.index import (
     ShardedAnchor,
+    StoredItem,
     commit,
     file_names,
     find_sharded_anchor,
     free_number,
     name_of,
 )
-from hf_trainweights.checkpoint.sharded.rank_files import write_others, write_weights
-from hf_trainweights.checkpoint.sharded.rank_items import RankItems, RankOrders, is_weight, second_of
+from hf_trainweights.checkpoint.sharded.rank_files import OBJECT_CODEC, write_others, write_weights
+from hf_trainweights.checkpoint.sharded.rank_items import RankItems, RankOrders, is_weight, second_of, settled
 from hf_trainweights.errors import SaveError, UnsupportedError
 from hf_trainweights.files.atomic import make_directories, save_errors
-
-# Tells the policy that the group may be Adam's; whether a state is, it tells from the names of its tensors.
-_BETAS = (0.9, 0.999)
 
 _OUTCOME = "The checkpoint that was there before, if there was one, is whole."
 
 
 def plan_tensors(
-    plans: Sequence[SavePlan], policy: Policy, buffers: Collection[str] | None, known: Iterable[str], *, is_delta: bool
+    plans: Sequence[SavePlan],
+    policy: Policy,
+    buffers: Collection[str] | None,
+    known: Iterable[str],
+    optimizer_class: str | None = None,
+    *,
+    is_delta: bool,
 ) -> dict[str, TensorPlan]:
     """Plan all tensors of a save, by their names in the flattened state dict; `plans` are those of all ranks.
 
+    States of an optimizer whose class is None are planned as Adam's: `settled` asks its groups.
     ConfigError: a rule names no tensor, and nothing that is `known` besides.
     """
     items = [item for plan in plans for item in plan.items]
@@ -75,7 +81,8 @@ def plan_tensors(
         exact = weights.keys() - trained if buffers is None else buffers
         plan = policy.plan_weights(weights, weights if is_delta else (), buffers=exact)
         planned |= {stored: plan[name,] for name, stored in names.items()}
-    return planned | _plan_states({name: each for name, each in states.items() if name in tensors}, tensors, policy)
+    of_tensors = {name: state for name, state in states.items() if name in tensors}
+    return planned | _plan_states(of_tensors, tensors, policy, optimizer_class or ADAM)
 
 
 def moments_together(plans: Sequence[SavePlan], tensor_plans: Mapping[str, TensorPlan]) -> list[SavePlan]:
@@ -92,15 +99,16 @@ def moments_together(plans: Sequence[SavePlan], tensor_plans: Mapping[str, Tenso
 
 
 def _plan_states(
-    states: Mapping[str, StateName], tensors: Mapping[str, Tensor], policy: Policy
+    states: Mapping[str, StateName], tensors: Mapping[str, Tensor], policy: Policy, optimizer_class: str
 ) -> dict[str, TensorPlan]:
     trees: dict[str, dict[str, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
     for name, state in states.items():
         trees[state.optimizer][state.parameter][state.key] = tensors[name]
     plans: dict[str, Plan] = {}
     for optimizer, tree in trees.items():
-        groups = [{"params": list(tree), "lr": 0.0, "betas": _BETAS}]
-        plans[optimizer] = policy.plan_optimizer({"state": tree, "param_groups": groups})
+        groups = [{**ADAM_GROUP, "params": list(tree)}]
+        state = {"state": tree, "param_groups": groups}
+        plans[optimizer] = policy.plan_optimizer(state, optimizer=optimizer_class)
     return {name: plans[each.optimizer]["state", each.parameter, each.key] for name, each in states.items()}
 
 
@@ -126,6 +134,9 @@ class TrainWeightsWriter(StorageWriter):
         step: Training steps done. Where the checkpoints of a run tell theirs, steps of the lossy modes become finer if
             saves follow each other more closely.
         metadata: JSON to keep in the manifest.
+        optimizer: The optimizer, or its class by module and name, `"AdamW"` for torch's. The lossy modes round states
+            of torch's Adam and AdamW alone. Default: states are theirs if the groups saved with them have exactly their
+            settings, which a subclass with a `step` of its own has, too.
         overwrite: Whether a checkpoint at `path` may be replaced.
 
     Raises:
@@ -157,6 +168,7 @@ class TrainWeightsWriter(StorageWriter):
         anchor_every: int = ANCHOR_EVERY_SAVES,
         step: int | None = None,
         metadata: Mapping[str, Any] | None = None,
+        optimizer: Any = None,
         overwrite: bool = True,
     ):
         super().__init__()
@@ -167,6 +179,7 @@ class TrainWeightsWriter(StorageWriter):
         self._anchor_every = require_count("anchor_every", anchor_every)
         require_progress(step)
         self._fields = {"mode": mode, "step": step, "metadata": dict(metadata or {})}
+        self._optimizer_class = class_name(optimizer)
         self._overwrite = overwrite
         self._save_id = str(uuid.uuid4())
         self._at_hand: list[WriteItem] = []
@@ -216,7 +229,7 @@ class TrainWeightsWriter(StorageWriter):
             number = free_number(self._path)
         previous = find_sharded_anchor(self._previous, self._fields["step"]) if self._previous else None
         is_due = previous is None or previous.is_spent(self._anchor_every)
-        plan_all = partial(plan_tensors, plans, self._policy, self._buffers, known)
+        plan_all = partial(plan_tensors, plans, self._policy, self._buffers, known, self._optimizer_class)
         tensor_plans = {} if is_due else plan_all(is_delta=True)
         self._anchor = previous if previous and _fits(previous, plans, tensor_plans) else None
         if self._anchor is None:
@@ -228,7 +241,7 @@ class TrainWeightsWriter(StorageWriter):
             shards = [name_of(item) for item in plan.items if is_weight(tensor_plans.get(item.index.fqn))]
             anchors = self._anchor.files(shards) if self._anchor else {}
             moved = {name: step_rms.get(name) for name in shards} if step_rms else {}
-            orders = RankOrders(*file_names(rank, number), tensor_plans, anchors, moved)
+            orders = RankOrders(*file_names(rank, number), tensor_plans, anchors, moved, self._optimizer_class)
             given.append(replace(plan, storage_data=orders))
         return given
 
@@ -256,8 +269,16 @@ class TrainWeightsWriter(StorageWriter):
             UnsupportedError: This version of torch lacks a class that `.metadata` consists of.
             SaveError: The disk is full or refuses.
         """
+        fields = {**self._fields, "metadata": {**self._fields["metadata"], **self._states(results)}}
         with save_errors(self._path, _OUTCOME):
-            commit(self._path, metadata, results, self._save_id, self._anchor, self._is_exact, **self._fields)
+            commit(self._path, metadata, results, self._save_id, self._anchor, self._is_exact, **fields)
+
+    def _states(self, results: list[list[WriteResult]]) -> dict[str, Any]:
+        """Return metadata about the optimizer whose states the ranks have written, if they have."""
+        rows = [item.row for items in results for item in items if isinstance(item, StoredItem)]
+        states = [row for row in rows if row["role"] in OPTIMIZER_ROLES and row["codec"] != OBJECT_CODEC]
+        is_lossy = self._policy.mode in LOSSY_MODES
+        return {STATES_KEY: states_entry(self._optimizer_class, states, is_lossy=is_lossy)} if states else {}
 
     def storage_meta(self) -> StorageMeta:
         """Return where the checkpoint is saved, and the identity of the save."""
@@ -277,6 +298,7 @@ class TrainWeightsWriter(StorageWriter):
 def write_items(rank: RankItems) -> list[WriteResult]:
     """Write the files of one rank, and return a `StoredItem` for each item."""
     with save_errors(rank.directory, _OUTCOME):
+        rank = settled(rank)
         return [*write_weights(rank), *write_others(rank)]
 
 

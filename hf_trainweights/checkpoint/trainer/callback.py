@@ -24,6 +24,7 @@ from transformers.utils import logging
 
 from hf_trainweights.checkpoint.directory import collect_garbage, find_checkpoints, layout_of, register_checkpoint
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, total_rounding
+from hf_trainweights.checkpoint.planning.optimizers import class_name
 from hf_trainweights.checkpoint.planning.policy import ModeName, Policy
 from hf_trainweights.checkpoint.planning.roles import optimizer_parameter_names
 from hf_trainweights.checkpoint.run.checkpoints import (
@@ -38,7 +39,7 @@ from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, RunBase, Save
 from hf_trainweights.checkpoint.run.ranks import Ranks, all_ranks
 from hf_trainweights.checkpoint.whole.rewriting import replace_weights
 from hf_trainweights.errors import ConfigError, CorruptFileError
-from hf_trainweights.models.host.checkpoints import converted_names
+from hf_trainweights.models.host.module_names import converted_names, renamed_tensors
 from hf_trainweights.models.host.ranks import Sharding, sharding_of
 
 _logger = logging.get_logger(__name__)
@@ -312,10 +313,11 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
                 return
         elif not args.should_save or not directory.is_dir() or sharding is Sharding.OTHER:
             return
-        module, names = extract_model_from_parallel(model), {}
+        module, names, renamed = extract_model_from_parallel(model), {}, {}
         try:
             if sharding is Sharding.NONE:  # what is gathered from several ranks has names
                 names = optimizer_parameter_names(module, optimizer)
+                renamed = renamed_tensors(module)
                 self._replace_converted_weights(module, directory, keep=args.push_to_hub)
         except Exception as error:
             self._backlog.blame(directory, error, f"{directory.name} stays as the Trainer wrote it:")
@@ -331,6 +333,8 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             keep_weights=bool(args.push_to_hub),
             buffers=_plain_names(module.named_buffers(remove_duplicate=False)),
             optimizer_names=names,
+            optimizer_class=class_name(optimizer),
+            renamed=renamed,
             metrics=_newest_metrics(state),
         )
         self._backlog.add(job)
@@ -349,7 +353,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         if keep:
             return
         weights = {name: tensor.detach() for name, tensor in module.state_dict().items()}
-        replace_weights(directory.absolute(), weights)
+        replace_weights(directory, weights)
 
     def _sharding(self, args: TrainingArguments, state: TrainerState) -> Sharding:
         # Only the Trainer knows the directory of a trial; checkpoints right in the output directory are of another run.
@@ -366,8 +370,8 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
 
 
 def _checkpoint_of(args: Any, state: Any) -> Path:
-    """Return the directory of the checkpoint that belongs to the step."""
-    return Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
+    """Return the directory of the checkpoint that belongs to the step, also for a program that goes elsewhere later."""
+    return Path(args.output_dir or "").absolute() / f"checkpoint-{state.global_step}"
 
 
 def _newest_metrics(state: Any) -> dict[str, float]:

@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs import CODECS
-from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_report, read_structure
-from hf_trainweights.checkpoint.manifest import PLAIN_MODE, FileEntry, Manifest, add_rounding, reported_rounding
+from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_structure
+from hf_trainweights.checkpoint.manifest import PLAIN_MODE, FileEntry, Manifest, add_rounding
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.planning.roles import find_buffers, is_optimizer_state, recorded_names
 from hf_trainweights.checkpoint.run.anchors import unused_anchors
@@ -29,6 +29,7 @@ from hf_trainweights.checkpoint.run.checkpoints import (
     PROGRESS_NAMES,
     RESUMED_FROM,
     STATE_NAME,
+    TRAINER_STATE_NAME,
     anchor_problem,
     converted_weights_problem,
     entry_points,
@@ -37,19 +38,19 @@ from hf_trainweights.checkpoint.run.checkpoints import (
     weights_problem,
 )
 from hf_trainweights.checkpoint.run.job import SaveJob, manifest_fields, rewriting, write_complete_manifest
-from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME, Weights, save_tree, save_weights
+from hf_trainweights.checkpoint.whole.plain_files import restore_file, to_safetensors
+from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME, Weights, recorded_states, save_tree, save_weights
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnstorableError, UnsupportedError
-from hf_trainweights.files import disk
-from hf_trainweights.files.atomic import freeing_in_background, move_file, remove_files, replace_by_link, replace_file
+from hf_trainweights.files.atomic import freeing_in_background, remove_files, replace_by_link, replace_file
 from hf_trainweights.files.digests import digest_files
-from hf_trainweights.files.disk import temporary_path
 from hf_trainweights.files.reading import is_torch_file, require_regular_file
-from hf_trainweights.files.safetensors_file import TensorToWrite, write_safetensors
 from hf_trainweights.files.weight_files import ENTRY_POINTS, safetensors_files, shard_names
 
 ADAPTER_WEIGHTS_NAME = "adapter_model.bin"
 
 _SHARDED_STATE = ("pytorch_model_fsdp_*", "optimizer_*[0-9]", "global_step*", "*.distcp", "zero_to_fp32.py")
+# Files that accelerate's save_state writes beside weights, and a Trainer does not.
+_ACCELERATE_STATE = "random_states_*.pkl"
 _MODEL_CONFIGS = ("config.json", "adapter_config.json")
 
 # Smaller ones are left alone: RNG states, schedulers, scalers, training_args.bin.
@@ -101,14 +102,16 @@ class WholeLayout:
         recorded: dict[str, Any] = {"policy": job.policy.to_dict(), "keep_weights": job.keep_weights}
         if job.base is not None:
             recorded["anchor"] = [str(job.base.path), job.base.keep]
-        if previous and recorded.items() <= previous.metadata.items():
+        if previous and job.is_done(previous, recorded):
             return previous
         require_undamaged(path, previous.files if previous else ())
-        optimizer = OptimizerFile(path, job.policy, job.optimizer_names)
+        optimizer = OptimizerFile(path, job.policy, job.optimizer_names, job.class_after(previous))
         weights = _weights_to_store(job, inventory, previous, optimizer)
         with rewriting(path):
             entries, fields = _compress_weights(job, inventory, previous, weights)
             entries |= _compress_others(job, inventory, optimizer, done=entries)
+            if optimizer.name in entries:
+                recorded |= recorded_states(job, optimizer.class_name, entries[optimizer.name])
             fields |= manifest_fields(path, previous, job.metrics, recorded)
             had_safetensors = any(file.suffix == ".safetensors" for file in inventory.weight_files)
             if job.weights_only and weights is not None and had_safetensors:
@@ -123,12 +126,12 @@ class WholeLayout:
         lost = dict(previous.rounded_before) if previous else {}
         with rewriting(path):
             for file in filter(is_torch_file, sorted([*inventory.weight_files, *inventory.other_files])):
-                if is_encoded(file) and (rounding := _restore_file(file)):
+                if is_encoded(file) and (rounding := restore_file(file)):
                     lost[file.name] = add_rounding(lost.get(file.name, {}), rounding)
             fields = manifest_fields(path, previous)
             weights_name = fields["metadata"].pop(_WAS_SAFETENSORS, None)
             if weights_name in (WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME) and (path / weights_name).is_file():
-                name = _to_safetensors(path / weights_name)
+                name = to_safetensors(path / weights_name)
                 lost |= {name: lost.pop(weights_name)} if weights_name in lost else {}
             return write_complete_manifest(path, None, Manifest({}, PLAIN_MODE, rounded_before=lost, **fields))
 
@@ -204,7 +207,10 @@ def read_weights(path: Path) -> dict[str, Any]:
         require_regular_file(path)
         try:
             with safe_open(path, framework="pt") as file:
-                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+                # safetensors keeps a shared tensor once, and notes which name its other names stand for.
+                shared = {name: other for name, other in (file.metadata() or {}).items() if other in tensors}
+                return tensors | {name: tensors[other] for name, other in shared.items()}
         except SafetensorError as error:
             raise CorruptFileError(str(path), "readable weights", str(error)[:300], next_step) from error
     state = load_file(path, mmap=True)
@@ -222,14 +228,15 @@ class OptimizerFile:
     are no names.
     """
 
-    def __init__(self, path: Path, policy: Policy, names: Mapping[Any, str]):
+    def __init__(self, path: Path, policy: Policy, names: Mapping[Any, str], class_name: str | None = None):
         files = [path / name for name in OPTIMIZER_NAMES if (path / name).exists()]
         file = newest(files, load_if_possible) if files else None
         self.name = file.name if file else None
         self.tree = load_if_possible(file) if file else None
         self.state: Mapping[str, Any] = self.tree if is_optimizer_state(self.tree) else {}
         self.names = names or (recorded_names(self.state) if self.state else {})
-        self.plan = policy.plan_tree(self.tree, self.names)
+        self.class_name = class_name
+        self.plan = policy.plan_tree(self.tree, self.names, class_name)
 
 
 def _weights_to_store(
@@ -242,7 +249,7 @@ def _weights_to_store(
     path = inventory.path
     if job.keep_weights or not inventory.weight_files:
         return None
-    if problem := converted_weights_problem(path):
+    if problem := converted_weights_problem(path) or _unnamed_weights_problem(inventory):
         warnings.warn(f"{path}: the weights stay as they are: {problem}", stacklevel=3)
         return None
     files = [file for file in inventory.weight_files if file.name in ENTRY_POINTS]
@@ -255,11 +262,23 @@ def _weights_to_store(
     if is_lossy(source):
         return None
     file_name = ADAPTER_WEIGHTS_NAME if is_adapter else WEIGHTS_NAME
-    state = read_weights(source)
+    state = {job.renamed.get(name, name): tensor for name, tensor in read_weights(source).items()}
     job.policy.require_used([*map(str, state), *optimizer.names.values()])
     buffers = _recorded_buffers(path, previous, file_name) if job.buffers is None else job.buffers
     buffers = find_buffers(state, optimizer.state) if buffers is None else buffers
-    return Weights(state, buffers, optimizer.state, optimizer.names, file_name)
+    return Weights(state, buffers, optimizer.state, optimizer.names, optimizer.class_name, file_name)
+
+
+def _unnamed_weights_problem(inventory: Inventory) -> str | None:
+    """Say that accelerate could not load the weights of its `save_state` from another file, or return None.
+
+    A safetensors file of it has no name of a tied weight but one, and from another file it wants all of them.
+    """
+    is_accelerates = any(inventory.path.glob(_ACCELERATE_STATE)) and not (inventory.path / TRAINER_STATE_NAME).exists()
+    file = inventory.weight_files[0]
+    if not is_accelerates or file.suffix != ".safetensors":
+        return None
+    return f"accelerate loads tied weights from {file.name} alone; save_state(safe_serialization=False) names them all"
 
 
 def newest(files: Sequence[Path], read: Callable[[Path], Any]) -> Path:
@@ -350,34 +369,6 @@ def _compress_others(
     return entries
 
 
-def _restore_file(file: Path) -> dict[str, float]:
-    """Write a plain file in the place of an encoded one, and return by role what this had lost."""
-    tree, rounding, status = load_file(file), reported_rounding(read_report(file)), file.stat()
-    with replace_file(file) as plain:
-        torch.save(tree, plain)
-    # Where two files hold an optimizer's state the newer one counts.
-    disk.file_system.set_times(file, status.st_atime_ns, status.st_mtime_ns)
-    return rounding
-
-
-def _to_safetensors(file: Path) -> str:
-    """Write a plain file of weights as safetensors in its place, tensor by tensor, and return the new name."""
-    target = file.with_name("model.safetensors" if file.name == WEIGHTS_NAME else "adapter_model.safetensors")
-    aside = temporary_path(file.parent)
-    try:
-        write_safetensors(
-            aside,
-            # As arguments alone: Windows removes no file from which something is mapped.
-            {name: TensorToWrite.of(each) for name, each in load_file(file, mmap=True).items()},
-            {"format": "pt"},
-        )
-        move_file(aside, target)
-    finally:
-        remove_files([aside])
-    remove_files([file])
-    return target.name
-
-
 def replace_weights(path: Path, weights: Mapping[str, Any]) -> None:
     """Put weights in the place of a checkpoint's weight files, plain and as fast as torch.save writes them.
 
@@ -386,6 +377,7 @@ def replace_weights(path: Path, weights: Mapping[str, Any]) -> None:
     """
     inventory = Inventory(path)
     with rewriting(path):
-        with replace_file(path / WEIGHTS_NAME) as file:
+        replaced = inventory.replaced_by(WEIGHTS_NAME)
+        with replace_file(path / WEIGHTS_NAME, replaced) as file:
             torch.save(dict(weights), file)
-        remove_files(inventory.replaced_by(WEIGHTS_NAME))
+        remove_files(replaced)

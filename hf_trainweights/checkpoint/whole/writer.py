@@ -26,6 +26,8 @@ from hf_trainweights.checkpoint.encoded.reader import identify_base
 from hf_trainweights.checkpoint.encoded.storage_tasks import Plan, with_steps
 from hf_trainweights.checkpoint.encoded.structure import Base, anchor_file_name
 from hf_trainweights.checkpoint.manifest import FileEntry, Manifest, read_manifest, write_manifest
+from hf_trainweights.checkpoint.planning.optimizers import STATES_KEY, states_entry
+from hf_trainweights.checkpoint.planning.policy import LOSSY_MODES
 from hf_trainweights.checkpoint.run.anchors import (
     AnchorCandidate,
     AnchorRecord,
@@ -35,6 +37,7 @@ from hf_trainweights.checkpoint.run.anchors import (
     second_moments,
 )
 from hf_trainweights.checkpoint.run.checkpoints import (
+    OPTIMIZER_NAME,
     checkpoint_directories,
     step_of,
     steps_since_last_save,
@@ -64,13 +67,14 @@ class Weights:
     """The weights of a checkpoint, a flat state dict, and the facts that decide how they are stored.
 
     `buffers` are exact in every mode. The optimizer's state says how far the weights drift and which of them never
-    moved; its parameters' names are by their index in it.
+    moved; its parameters' names are by their index in it, and its class says whether they are Adam's.
     """
 
     state: Mapping[str, Any]
     buffers: Collection[str] = ()
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     optimizer_names: Mapping[Any, str] = field(default_factory=dict)
+    optimizer_class: str | None = None
     file_name: str = WEIGHTS_NAME
 
     @property
@@ -185,12 +189,13 @@ def _encode_delta(job: SaveJob, weights: Weights, candidate: WeightsAnchor, file
             file,
             anchor=anchor,
             anchor_directory=job.path,
-            second_moments=second_moments(weights.optimizer, weights.optimizer_names),
+            second_moments=second_moments(weights.optimizer, weights.optimizer_names, weights.optimizer_class),
         )
         if written.anchor_sha256:
             record = candidate.after_delta(_bits_per_weight(written, weights.state), moved, is_exact=is_exact)
             if isinstance(anchor, BaseWeights):
-                keeps = candidate.keeps_base or (job.base is not None and job.base.keep)
+                files = anchor.files.values()
+                keeps = candidate.keeps_base or (job.base is not None and job.base.is_kept_by(job.path, files))
                 links, base = _keep_files(anchor, job.directory) if keeps else (), anchor.base
             else:
                 links = anchor.files
@@ -214,7 +219,7 @@ def _keep_files(base: BaseWeights, directory: Path) -> tuple[Path, ...]:
             if base.base.repository is not None or file.name == target.name:
                 link_or_copy(file, target)
             else:
-                with replace_file(target) as copy:
+                with replace_file(target, [file]) as copy:
                     for chunk in read_chunks(file):
                         copy.write(chunk)
         kept.append(target)
@@ -248,8 +253,8 @@ def _encode_full(job: SaveJob, weights: Weights, drift_rms: Mapping[str, float],
     """Encode without reference; where the mode is lossy, in steps as fine as those of the next delta are expected."""
     plan = job.policy.plan_weights(weights.state, buffers=weights.buffers)
     if any(each.steps_per_rms for each in plan.values()) and not drift_rms:
-        interval_steps = steps_since_last_save(job.path)
-        drift_rms = expected_drift_rms(weights.optimizer, weights.optimizer_names, interval_steps)
+        of_optimizer = weights.optimizer, weights.optimizer_names, steps_since_last_save(job.path)
+        drift_rms = expected_drift_rms(*of_optimizer, weights.optimizer_class)
     return _Encoded(encode_file(weights.state, with_steps(plan, drift_rms), file), weights.as_anchor)
 
 
@@ -282,6 +287,9 @@ def save_new_directory(
             with job.open_file(name) as file:
                 file.write(content)
             files[name] = FileEntry(file.size_bytes, file.sha256())
+        if OPTIMIZER_NAME in trees:
+            states = recorded_states(job, weights.optimizer_class, files[OPTIMIZER_NAME])
+            manifest_fields["metadata"] = {**manifest_fields.get("metadata", {}), **states}
         manifest = Manifest(files, job.policy.mode, **anchor, **manifest_fields)
         write_manifest(temporary, manifest)
     return manifest
@@ -307,6 +315,12 @@ def save_weights(job: SaveJob, weights: Weights) -> tuple[dict[str, FileEntry], 
     entries = {link.name: FileEntry(link.stat().st_size, link.stem) for link in links}  # verified when opened
     anchor = record and asdict(replace(record, sha256=record.sha256 or entry.sha256))
     return {weights.file_name: entry, **entries}, {"anchor": anchor, "base": base}
+
+
+def recorded_states(job: SaveJob, optimizer_class: str | None, entry: FileEntry) -> dict[str, Any]:
+    """Return metadata about an optimizer whose states were saved: its class, and which of them were rounded."""
+    is_lossy = job.policy.mode in LOSSY_MODES
+    return {STATES_KEY: states_entry(optimizer_class, entry.report["tensors"], is_lossy=is_lossy)}
 
 
 def save_tree(job: SaveJob, name: str, tree: Any, plan: Plan) -> FileEntry:

@@ -68,6 +68,8 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model by directory or Hub id; ConfigError: there is none, or it is damaged."""
     try:
         return AutoTokenizer.from_pretrained(source)
+    except Warning:
+        raise
     except Exception as error:
         # The tokenizers library raises no narrower class, and a damaged file whatever it runs into.
         reason = f"{type(error).__name__}: " + str(error).strip().partition("\n")[0].rstrip(".:")

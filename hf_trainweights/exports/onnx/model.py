@@ -60,6 +60,8 @@ class OnnxModel:
             raise ConfigError("providers", expected, ", ".join(sorted(missing)), "Install the runtime that has them.")
         try:
             self._session = runtime.InferenceSession(os.fspath(path), providers=chosen)
+        except Warning:
+            raise
         # It has an exception of its own for each of its error codes.
         except Exception as error:
             raise self._refused("a model that ONNX Runtime reads", error, "Export it again.") from error
@@ -105,6 +107,8 @@ class OnnxModel:
         arrays = self._checked(inputs)
         try:
             outputs = self._session.run(None, arrays)
+        except Warning:
+            raise
         except Exception as error:
             next_step = "Check the values of the inputs; if they are right, export it again."
             raise self._refused("a model that ONNX Runtime computes with these inputs", error, next_step) from error
@@ -249,6 +253,8 @@ def open_valid(path: str | os.PathLike[str]) -> OnnxModel:
     checker = require("onnx.checker", "onnx")
     try:
         checker.check_model(os.fspath(path), full_check=True)
+    except Warning:
+        raise
     # The check of shapes has an exception of its own.
     except Exception as error:
         raise CorruptFileError(str(path), "valid ONNX", str(error), "Export the model again.") from error

@@ -63,6 +63,8 @@ def measure_in_memory(
             return losses, sensitivities_of_tokens(module, weights)
         try:
             return losses, sensitivities(module, weights, calibration)
+        except Warning:
+            raise
         except Exception as error:
             raise does_not_run(error) from error
 

@@ -9,6 +9,7 @@ on random tokens and a backward pass in a random direction measure that norm for
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.kernels.cpu_features import product_dtype
 from hf_trainweights.models.choosing.summary import Choice
-from hf_trainweights.models.host.models import holding
+from hf_trainweights.models.host.models import holding, is_cache
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # Keyword arguments of a model, or a tensor as its only argument.
@@ -192,16 +193,28 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
         yield from tensors_in(each)
 
 
+def copied(value: Any) -> Any:
+    """Return a value with a copy of each tensor and cache in it: a module may change these, and the original stays."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if is_cache(value):
+        return copy.deepcopy(value)
+    if type(value) is dict:
+        return {name: copied(entry) for name, entry in value.items()}
+    return type(value)(map(copied, value)) if type(value) in (list, tuple) else value
+
+
 def _let_gradients_through(module: nn.Module, inputs: Any, output: Tensor) -> None:
     if not output.requires_grad:
         output.requires_grad_()
 
 
 def _to_differentiate(value: Any, device: torch.device) -> Any:
+    value = copied(value)
     if not isinstance(value, Tensor):
         return value
-    value = value.detach().to(device)
-    return value.clone().requires_grad_() if value.is_floating_point() else value
+    value = value.to(device)
+    return value.requires_grad_() if value.is_floating_point() else value
 
 
 def _mean_square(weight: Tensor) -> float:

@@ -58,7 +58,10 @@ def batches_of_texts(
     if tokenizer.pad_token is None:
         # What stands there does not matter, because the attention mask leaves it out.
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
-    most = min(_MOST_TOKENS, getattr(model.config, "max_position_embeddings", None) or _MOST_TOKENS)
+    # A model with other inputs beside texts has its positions in the configuration of the part that reads these.
+    configs = model.config, model.config.get_text_config()
+    positions = (getattr(config, "max_position_embeddings", None) for config in configs)
+    most = min(_MOST_TOKENS, next(filter(None, positions), _MOST_TOKENS))
     texts = sorted(texts, key=len)
     batches = []
     for start in range(0, len(texts), _TEXTS_A_BATCH):
@@ -84,6 +87,8 @@ def written_by(model: PreTrainedModel) -> list[dict[str, Tensor]]:
     starts = torch.randint(embeddings.weight.shape[0], (windows, 1), generator=generator)
     try:
         return [{"input_ids": _write(model, each, generator)} for each in starts.split(_TEXTS_A_BATCH)]
+    except Warning:
+        raise
     except Exception as error:
         # Whatever a model raises that takes no cache, or fewer positions than a window.
         found = f"{type(model).__name__}, with {type(error).__name__}: {error}"

@@ -11,6 +11,7 @@ called whose input could be seen: what each expert gets is seen in the products 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,10 +22,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from hf_trainweights.errors import ConfigError
+from hf_trainweights.errors import ConfigError, TrainWeightsError
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.kernels.cpu_features import product_dtype
-from hf_trainweights.models.budget.sensitivity import Batch, does_not_run, tensors_in
+from hf_trainweights.models.budget.sensitivity import Batch, copied, does_not_run, tensors_in
+from hf_trainweights.models.host.models import holding
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # Arguments of a call, with `_HIDDEN` in the place of the tensor that goes from block to block.
@@ -51,26 +53,34 @@ class Stream:
 
     Args:
         spill: Where the hidden tensors lie.
-        hidden: For each batch the tensor that goes from block to block.
-        arguments: For each batch the call of each block, whose own hidden tensor does not count.
+        hidden: By the number of each batch that runs the chain the tensor that goes from block to block.
+        arguments: For each of these batches the call of each block, whose own hidden tensor does not count.
     """
 
     spill: Spill
-    hidden: list[Tensor] = field(default_factory=list)
-    arguments: list[list[Arguments]] = field(default_factory=list)
+    hidden: dict[int, Tensor] = field(default_factory=dict)
+    arguments: dict[int, list[Arguments]] = field(default_factory=dict)
 
     def run(self, block: nn.Module, number: int, batch: int) -> Tensor:
-        """Return the first tensor that a block returns for the one that has come to it; that one if it returns none."""
-        args, kwargs = self.arguments[batch][number]
-        hidden = self.hidden[batch]
+        """Return the first tensor that a block returns for the one that has come to it; that one if it returns none.
+
+        A block that changes its arguments in place changes copies.
+        """
+        args, kwargs = copied(self.arguments[batch][number])
+        hidden = copied(self.hidden[batch])
         args = tuple(hidden if value is _HIDDEN else value for value in args)
         kwargs = {name: hidden if value is _HIDDEN else value for name, value in kwargs.items()}
-        output = next(tensors_in(block(*args, **kwargs)), None)
+        try:
+            output = next(tensors_in(block(*args, **kwargs)), None)
+        except (Stopped, TrainWeightsError):
+            raise
+        except Exception as error:
+            raise does_not_run(error) from error
         return hidden if output is None else output
 
     def advance(self, block: nn.Module, number: int) -> None:
         """Let all batches pass a block."""
-        for batch in range(len(self.hidden)):
+        for batch in self.hidden:
             self.hidden[batch] = self.spill.keep(self.run(block, number, batch))
 
 
@@ -99,18 +109,36 @@ def _widened(value: Any, dtype: torch.dtype) -> Any:
 def run_model(module: nn.Module, batch: Batch) -> None:
     """Run a module on a batch without a cache, until it ends or a hook stops it; ConfigError: it does not run on it."""
     device = next(module.parameters()).device
-    inputs = batch if isinstance(batch, Mapping) else {"": batch}
+    inputs = copied(dict(batch) if isinstance(batch, Mapping) else {"": batch})
     inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
-    if isinstance(module, PreTrainedModel) and hasattr(module.config, "use_cache"):
-        inputs = {"use_cache": False, **inputs}
     try:
         module(inputs[""]) if "" in inputs else module(**inputs)
     except Stopped:
         return
-    except ConfigError:
+    except (ConfigError, Warning):
         raise
     except Exception as error:
         raise does_not_run(error) from error
+
+
+@contextlib.contextmanager
+def without_caches(module: nn.Module) -> Iterator[None]:
+    """Let the models of Transformers in a module make no cache, unless a call asks one of them for it.
+
+    A model that holds others may not take `use_cache`, and its configuration may not have it: theirs do.
+    """
+    models = [model for model in module.modules() if isinstance(model, PreTrainedModel)]
+    configs = {id(model.config): model.config for model in models if getattr(model.config, "use_cache", False)}
+
+    def entered(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        names = list(inspect.signature(model.forward).parameters)
+        is_said = kwargs.get("use_cache") is not None or "use_cache" in names[: len(args)]
+        return args, kwargs if is_said or "use_cache" not in names else {**kwargs, "use_cache": False}
+
+    with holding(configs.values(), "use_cache", False), contextlib.ExitStack() as stack:
+        for model in models:
+            stack.callback(model.register_forward_pre_hook(entered, with_kwargs=True).remove)
+        yield
 
 
 def find_chains(module: nn.Module, owners: Iterable[nn.Module], batch: Batch) -> list[list[nn.Module]]:
@@ -129,7 +157,8 @@ def find_chains(module: nn.Module, owners: Iterable[nn.Module], batch: Batch) ->
             chained[block] = before is not None and found.dtype == before.dtype and torch.equal(found, before)
 
     def left(block: nn.Module, args: Any, output: Any) -> None:
-        last[0] = next(tensors_in(output), None)
+        # A copy: the model may change it in place before the next block gets it.
+        last[0] = copied(next(tensors_in(output), None))
 
     with contextlib.ExitStack() as stack:
         for block in blocks:
@@ -147,35 +176,51 @@ def find_chains(module: nn.Module, owners: Iterable[nn.Module], batch: Batch) ->
     return chains
 
 
-def capture(module: nn.Module, chain: Sequence[nn.Module], batches: Sequence[Batch], spill: Spill) -> Stream:
-    """Return what the blocks of a chain are called with; ConfigError: with a cache, which would grow at every call."""
-    stream, calls = Stream(spill), list[Arguments]()
+def capture(module: nn.Module, chain: Sequence[nn.Module], batches: Mapping[int, Batch], spill: Spill) -> Stream:
+    """Return the calls of the blocks of a chain by those batches that run each of them once, in the chain's order."""
+    stream, calls, copies = (
+        Stream(spill),
+        list[tuple[nn.Module, Tensor | None, Arguments]](),
+        dict[int, tuple[Any, Any]](),
+    )
 
     def entered(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        _refuse_caches(block, args, kwargs)
-        found, others = _take_hidden(args, kwargs)
-        if block is chain[0] and found is not None:
-            stream.hidden.append(spill.keep(found))
-        calls.append(others)
+        hidden, others = _take_hidden(args, kwargs)
+        first = copy_to(spill, hidden) if block is chain[0] and hidden is not None else None
+        calls.append((block, first, _copied_once(others, copies)))
         if block is chain[-1]:
             raise Stopped
 
     with contextlib.ExitStack() as stack:
         for block in chain:
             stack.callback(block.register_forward_pre_hook(entered, with_kwargs=True).remove)
-        for batch in batches:
+        for number, batch in batches.items():
             run_model(module, batch)
-            stream.arguments.append(list(calls))
+            hidden = calls[0][1] if calls else None
+            if hidden is not None and [block for block, _, _ in calls] == list(chain):
+                stream.hidden[number], stream.arguments[number] = hidden, [others for _, _, others in calls]
             calls.clear()
+            copies.clear()
     return stream
+
+
+def copy_to(spill: Spill, tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor, in a file if it is large."""
+    tensor = tensor.detach()
+    spilled = spill.keep(tensor)
+    return tensor.clone() if spilled is tensor else spilled
 
 
 @contextlib.contextmanager
 def inputs_of(layers: Iterable[nn.Module], see: Callable[[nn.Module, Tensor], None]) -> Iterator[None]:
     """Within it, call `see` with the layer and its input at each call of one of some layers."""
+
+    def entered(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        see(layer, next(tensors_in([args, kwargs])))
+
     with contextlib.ExitStack() as stack:
         for layer in layers:
-            stack.callback(layer.register_forward_pre_hook(lambda layer, args: see(layer, args[0])).remove)
+            stack.callback(layer.register_forward_pre_hook(entered, with_kwargs=True).remove)
         yield
 
 
@@ -208,7 +253,7 @@ class ExpertInputs(TorchFunctionMode):
 
     def _keep(self, expert: int, x: Tensor) -> None:
         with torch._C.DisableTorchFunction():
-            self.rows[expert].append(self._spill.keep(x))
+            self.rows[expert].append(copy_to(self._spill, x))
 
 
 @contextlib.contextmanager
@@ -263,10 +308,17 @@ def _blocks(module: nn.Module, owners: set[nn.Module]) -> list[nn.Module]:
     return [*blocks, *(owner for owner in owners if owner not in inside)] if blocks else [module]
 
 
-def _refuse_caches(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for value in (*args, *kwargs.values()):
-        # Every cache of Transformers has this method, and no argument of another kind.
-        if hasattr(value, "get_seq_length"):
-            found = f"a {type(value).__name__} among the arguments of {type(block).__name__}"
-            next_step = "Switch it off in the batches: attention would read the keys of an earlier pass."
-            raise ConfigError("calibration", "blocks that run without a cache", found, next_step)
+def _copied_once(value: Any, copies: dict[int, tuple[Any, Any]]) -> Any:
+    """Return a copy of a value, whose tensors and caches that came before share the copy beside them in `copies`.
+
+    A cache stays as it came first: a block reads only its own entries of it, which it makes itself.
+    """
+    if type(value) is dict:
+        return {name: _copied_once(entry, copies) for name, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied_once(entry, copies) for entry in value)
+    _, earlier = copies.get(id(value), (None, None))
+    if earlier is None or (isinstance(value, Tensor) and not torch.equal(earlier, value)):
+        # The original is held too, so that no other object gets its identity.
+        copies[id(value)] = value, copied(value)
+    return copies[id(value)][1]

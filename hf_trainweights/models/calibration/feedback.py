@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.coded_tensors import encode_tensors
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.columns import ColumnCodes
@@ -27,19 +28,28 @@ _CORRECTION = 0.5
 
 
 class Moments:
-    """Sums over tokens of the products of a layer's K inputs."""
+    """Sums over tokens of the products of a layer's K inputs; `name` is what errors call the layer's weight."""
 
-    def __init__(self, K: int, device: torch.device):
+    def __init__(self, K: int, device: torch.device, name: str = "weight"):
+        self._name = name
         self._own = torch.zeros(K, K, dtype=torch.float32, device=device)
         self._cross = torch.zeros_like(self._own)
         self.tokens = 0
 
     def add(self, own: Tensor, reference: Tensor) -> None:
-        """Add tokens `[n, K]`: inputs in the model whose earlier layers are quantized, and those in the float model."""
+        """Add tokens `[n, K]`: inputs in the model whose earlier layers are quantized, and those in the float model.
+
+        ConfigError: they hold NaN or Inf.
+        """
         own, reference = own.float(), reference.float()
         self._own.addmm_(own.t(), own)
         self._cross.addmm_(reference.t(), own)
         self.tokens += len(own)
+        # Each input stands in one number of the diagonal, and makes it NaN or Inf if it is that itself.
+        if not (self._own.diagonal() + self._cross.diagonal()).isfinite().all():
+            expected = f"finite inputs of the layer of {self._name}, whose squares float32 holds"
+            next_step = "Leave the batch out in which they arise, or this weight with modules_to_not_convert."
+            raise ConfigError("calibration", expected, "NaN, Inf or larger numbers", next_step)
 
     def blend(self, mean: Tensor, tokens: int) -> None:
         """Add other inputs, of which one token has the moments `[K, K]`, as if they were so many tokens."""
@@ -92,16 +102,18 @@ def quantize_with_feedback(weight: Tensor, form: Format, moments: Moments, facto
             return codes.tensors()
 
 
-def quantize_experts_with_feedback(weight: Tensor, form: Format, rows: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
+def quantize_experts_with_feedback(
+    weight: Tensor, form: Format, rows: Sequence[Sequence[Tensor]], name: str = "weight"
+) -> dict[str, Tensor]:
     """Quantize finite experts `[E, N, K]`, each so that its products with its rows `[n, K]` change least."""
     E, _, K = weight.shape
-    usual = Moments(K, weight.device)
+    usual = Moments(K, weight.device, name)
     for parts in rows:
         for part in parts:
             usual.add(part, part)
     found = form.empty(weight.shape, weight.dtype, weight.device)
     for expert in range(E):
-        moments = Moments(K, weight.device)
+        moments = Moments(K, weight.device, name)
         for part in rows[expert]:
             moments.add(part, part)
         # What all experts get tells something of one that few tokens come to: as much as one token for each input.

@@ -7,7 +7,7 @@ being chosen, and that of one quantized without calibration, which tells what th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from hf_trainweights.models.calibration.blocks import (
     find_chains,
     inputs_of,
     one_by_one,
+    without_caches,
     without_padding,
 )
 from hf_trainweights.models.calibration.feedback import Moments, quantize_experts_with_feedback, quantize_with_feedback
@@ -64,7 +65,13 @@ def calibrate(
     Blocks that `finished` has from an earlier call are taken from there; those that this call finishes are added.
     """
     walk = _Walk(module, choices, batches, spill, finished)
-    with torch.no_grad(), holding(module.modules(), "training", False), one_by_one(module), fast_products(module):
+    with (
+        torch.no_grad(),
+        holding(module.modules(), "training", False),
+        one_by_one(module),
+        without_caches(module),
+        fast_products(module),
+    ):
         chains = walk.chains()
         with logging.tqdm(total=sum(map(len, chains)), desc="Calibrating", unit="block") as bar:
             for chain in chains:
@@ -88,10 +95,10 @@ def _gains(choice: Choice) -> bool:
 
 @dataclass(frozen=True)
 class _Stage:
-    """Weights whose layers get the same tensor, and what that is in the float model for each batch."""
+    """Weights whose layers get the same tensor, and that by the number of each batch in the float model."""
 
     choices: list[Choice]
-    inputs: list[Tensor | None]
+    inputs: dict[int, Tensor]
 
 
 class _Walk:
@@ -103,7 +110,7 @@ class _Walk:
         spill: Spill,
         finished: FinishedBlocks,
     ):
-        self._module, self._batches = module, batches
+        self._module, self._batches = module, dict(enumerate(batches))
         self._spill, self._finished = spill, finished
         self._places = parameter_places(module)
         self._reasons = {choice.name: "its module is in no block that the batches run once" for choice in choices}
@@ -129,8 +136,9 @@ class _Walk:
             self._choices[choice.name] = choice
 
     def chains(self) -> list[list[nn.Module]]:
-        """Return the chains of blocks."""
-        return find_chains(self._module, {choice.module for choice in self._choices.values()}, self._batches[0])
+        """Return the chains of blocks that a batch of the most arguments runs: one with an image, if there are some."""
+        fullest = max(self._batches.values(), key=lambda batch: len(batch) if isinstance(batch, Mapping) else 1)
+        return find_chains(self._module, {choice.module for choice in self._choices.values()}, fullest)
 
     def pass_chain(self, chain: Sequence[nn.Module], bar: Any) -> None:
         """Choose the codes of a chain of blocks."""
@@ -140,15 +148,16 @@ class _Walk:
         reference = capture(self._module, chain, self._batches, self._spill)
         with self._substituted_in_turn(self._found):
             own = capture(self._module, chain, self._batches, self._spill)
+        judged = {batch: self._batches[batch] for batch in list(reference.hidden)[:_JUDGED_BATCHES]}
         with self._substituted_in_turn(self._plain(self._found)):
-            plain = capture(self._module, chain, self._batches[:_JUDGED_BATCHES], self._spill)
+            plain = capture(self._module, chain, judged, self._spill)
         for number, block in enumerate(chain):
             self._choose(block, number, reference, own)
             with self._substituted(self._found_in(block)):
                 own.advance(block, number)
             with self._substituted(self._plain(self._found_in(block))):
                 plain.advance(block, number)
-            self._errors[block] = _relative(plain, reference), _relative(own, reference, len(plain.hidden))
+            self._errors[block] = _relative(plain, reference, judged), _relative(own, reference, judged)
             bar.set_postfix(tokens=f"{self._tokens:,}")
             bar.update()
 
@@ -176,20 +185,22 @@ class _Walk:
         """Let all batches of the float model pass a block; return its weights in the order of their calls."""
         linear = {choice.module: choice for choice in self._inside(block) if choice.weight.dim() == 2}
         stages: list[_Stage] = []
-        for batch, inputs in enumerate(self._batches):
+        for batch in stream.hidden:
+            layers = [stage.choices[0].module for stage in stages] or linear
             # All calls are held until the block is done, so that no other tensor gets the identity of an input.
-            calls: list[tuple[nn.Module, Tensor]] = []
-            with inputs_of(linear, lambda layer, x, calls=calls: calls.append((layer, x))):
+            calls: list[tuple[nn.Module, Tensor, Tensor]] = []
+            with inputs_of(layers, lambda layer, x, calls=calls: calls.append((layer, x, _copy_once(calls, x)))):
                 output = stream.run(block, number, batch)
-            if batch == 0:
-                stages = self._stages(linear, calls)
-            seen = dict(calls)
+            if not stages:
+                stages = self._stages(linear, [(layer, copy) for layer, _, copy in calls])
+            seen = {layer: copy for layer, _, copy in calls}
             for stage in stages:
                 x = seen.get(stage.choices[0].module)
-                stage.inputs.append(None if x is None else self._spill.keep(without_padding(x, inputs)))
+                if x is not None:
+                    stage.inputs[batch] = self._spill.keep(without_padding(x, self._batches[batch]))
             stream.hidden[batch] = self._spill.keep(output)
         for stage in stages:
-            tokens = sum(len(x) for x in stage.inputs if x is not None)
+            tokens = sum(map(len, stage.inputs.values()))
             self._tokens = max(self._tokens, tokens)
             self._missing = max(self._missing, _ENOUGH_TOKENS * _stored(stage.choices[0]).shape[1] - tokens)
         return stages
@@ -205,16 +216,16 @@ class _Walk:
         found: dict[int, _Stage] = {}
         for layer, x in calls:
             if layers.count(layer) == 1:
-                found.setdefault(id(x), _Stage([], [])).choices.append(linear[layer])
+                found.setdefault(id(x), _Stage([], {})).choices.append(linear[layer])
         return list(found.values())
 
     def _choose_stage(self, stage: _Stage, block: nn.Module, number: int, own: Stream) -> None:
         """Choose the codes of weights that get the same input."""
         weight = _stored(stage.choices[0])
-        moments = Moments(weight.shape[1], weight.device)
+        moments = Moments(weight.shape[1], weight.device, stage.choices[0].name)
         with self._substituted(self._found_in(block)):
-            for batch, expected in enumerate(stage.inputs):
-                found = self._input(stage.choices[0], block, number, own, batch)
+            for batch in own.hidden:
+                found, expected = self._input(stage.choices[0], block, number, own, batch), stage.inputs.get(batch)
                 if found is not None:
                     # A router may have sent other tokens here than in the float model: nothing is corrected then.
                     moments.add(found, found if expected is None or expected.shape != found.shape else expected)
@@ -229,11 +240,11 @@ class _Walk:
         """Choose the codes of experts; which tokens they get differs in the float model, so nothing is corrected."""
         weight = choice.weight.detach()
         with self._substituted(self._found_in(block)), ExpertInputs(weight, self._spill) as inputs:
-            for batch in range(len(self._batches)):
+            for batch in own.hidden:
                 own.run(block, number, batch)
         if any(inputs.rows):
             assert choice.format is not None
-            self._take(choice, quantize_experts_with_feedback(_stored(choice), choice.format, inputs.rows))
+            self._take(choice, quantize_experts_with_feedback(_stored(choice), choice.format, inputs.rows, choice.name))
         else:
             self._reasons[choice.name] = "its layer does not multiply by one expert after another"
 
@@ -300,10 +311,20 @@ def _stored(choice: Choice) -> Tensor:
     return weight.transpose(-1, -2).contiguous() if choice.transposed else weight
 
 
-def _relative(stream: Stream, reference: Stream, batches: int | None = None) -> float:
+def _copy_once(calls: Sequence[tuple[nn.Module, Tensor, Tensor]], x: Tensor) -> Tensor:
+    """Return a copy of a layer's input, the one of an earlier call if that got the same tensor with the same values."""
+    for _, earlier, copy in calls:
+        if earlier is x and torch.equal(copy, x):
+            return copy
+    return x.clone()
+
+
+def _relative(stream: Stream, reference: Stream, batches: Iterable[int]) -> float:
     """Return how far the hidden states of a stream are off, as the norm of the error over their own."""
     errors = squares = 0.0
-    for found, expected in zip(stream.hidden[:batches], reference.hidden, strict=False):
-        errors += (found.float() - expected.float()).square().sum().item()
-        squares += expected.float().square().sum().item()
+    for batch in batches:
+        if batch in stream.hidden:
+            found, expected = stream.hidden[batch].float(), reference.hidden[batch].float()
+            errors += (found - expected).square().sum().item()
+            squares += expected.square().sum().item()
     return (errors / squares) ** 0.5 if squares else 0.0

@@ -46,7 +46,8 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         format: Name of the format for all weights that no override names, one of `FORMATS`; int8 if it is None and
             neither `bits` nor `size` is given.
         group_size: Weights that share a scale; None for the format's default (int4: 128, int8: a whole row).
-        modules_to_not_convert: Selectors of modules or parameters to leave alone beside the output head.
+        modules_to_not_convert: Selectors of modules or parameters to leave alone beside the output head and
+            routers of experts.
         overrides: Another format for some modules or parameters. Each key is a selector; each value is a format's name,
             a dict such as `{"format": "int8", "group_size": 64}`, or None to leave the weight alone. Overrides win over
             `modules_to_not_convert`.

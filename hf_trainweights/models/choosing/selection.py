@@ -7,9 +7,11 @@ GPT-2's Conv1D (stored the other way round), of embeddings, and 3-D expert param
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TypeGuard
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_trainweights.errors import ConfigError
@@ -18,17 +20,40 @@ from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.choosing.config_values import left_out, listed
-from hf_trainweights.models.choosing.summary import EMBEDDING, HEAD, Choice, Summary, check_not_empty, stored_shape
+from hf_trainweights.models.choosing.summary import (
+    EMBEDDING,
+    HEAD,
+    Choice,
+    Summary,
+    check_has_shape,
+    check_not_empty,
+    stored_shape,
+)
+from hf_trainweights.models.choosing.written_weights import written_weights
 from hf_trainweights.models.host.adapters import adapter_prefixes
 from hf_trainweights.models.host.checkpoints import names_not_saved
-from hf_trainweights.models.host.models import models_within, modules_kept_in_float, output_head, tied_names
+from hf_trainweights.models.host.models import (
+    last_with_bias,
+    models_within,
+    modules_kept_in_float,
+    output_head,
+    tied_names,
+    weights_saved_elsewhere,
+)
 from hf_trainweights.tensor.distributed.placements import local_tensor
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # Why a weight is left alone that the configuration would have quantized.
 NOT_IN_CHECKPOINT = "not in the checkpoint"
+# Why it must be float: another package writes it into a file, or its values change while the model computes.
+SAVED_ELSEWHERE = "in a file that sentence-transformers writes"
+WRITTEN = "its module's own code writes to it"
+ROUTER = "router (an override quantizes it)"
 # Why a weight has its format, where that is not the configured one.
 OVERRIDE, PLANNED = "override", "planned"
+# Why a weight has the configured format although some heads are left alone: Transformers keeps those in float that end
+# a model without a bias, and these end it with one.
+LAST_WITH_BIAS = "last layer, with a bias: modules_to_not_convert leaves it in float"
 # Why a weight that is quantized already keeps its format: the configuration leaves it alone, or wants another one.
 LEFT_AS_SAVED, AS_SAVED = "left as saved", "as saved"
 
@@ -39,16 +64,20 @@ class _Rules:
     def __init__(self, module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str]):
         self.config = config
         # Each module by each of its names, and for each name of a parameter all its names.
-        self.owners, self.aliases = dict(module.named_modules(remove_duplicate=False)), _aliases(module)
+        self.owners, self.aliases = dict(module.named_modules(remove_duplicate=False)), aliases_of(module)
         names = list(dict.fromkeys(each for name in self.aliases for each in (*_names(name), *name_and_modules(name))))
         # The names that overrides select, that `modules_to_not_convert` selects, and that the model keeps in float.
         self.selected = select(config.overrides, names)
         self.left_out = left_out(config.modules_to_not_convert or (), names)
-        self.adapters = adapter_prefixes(module)
+        self.saved_elsewhere = set(weights_saved_elsewhere(module))
+        self.adapters, self.routers = adapter_prefixes(module), router_layers(module)
+        self.written = written_weights(module)
         self.heads: list[nn.Module | None] = []
+        self.last_with_bias: set[str] = set()
         self.skipped, self.not_saved = listed(skip, names), set[str]()
         for prefix, model in models_within(module):
             self.heads.append(output_head(model))
+            self.last_with_bias |= {f"{prefix}{name}.weight" for name in last_with_bias(model)}
             own = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
             kept = listed(modules_kept_in_float(model, config.include_embeddings), own)
             self.skipped |= {prefix + name for name in kept}
@@ -59,7 +88,10 @@ def choose(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str] = 
     """Choose a format for every parameter of a module, in its order, a tied one once under its first name.
 
     `skip` is kept in float beside what a model of Transformers itself keeps so; an override wins over it.
+    QuantizationError: a lazy layer has no weights yet.
     """
+    for name, parameter in module.named_parameters():
+        check_has_shape(name, parameter)
     rules = _Rules(module, config, skip)
     return Summary(tuple(_choose(name, parameter, rules) for name, parameter in module.named_parameters()))
 
@@ -103,7 +135,7 @@ def check_choice(module: nn.Module, summary: Summary, config: TrainWeightsConfig
     check_not_empty(summary, config)
 
 
-def _aliases(module: nn.Module) -> dict[str, list[str]]:
+def aliases_of(module: nn.Module) -> dict[str, list[str]]:
     """Return for each name of a parameter all its names, that one included: a tied parameter has several."""
     same: dict[int, list[str]] = defaultdict(list)
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -149,6 +181,12 @@ def _wanted(name: str, parameter: Tensor, rules: _Rules) -> tuple[Format | None,
         return chosen, OVERRIDE
     if not rules.left_out.isdisjoint(known):
         return None, "in modules_to_not_convert"
+    if name in rules.saved_elsewhere:
+        return None, SAVED_ELSEWHERE
+    if not rules.written.isdisjoint(rules.aliases[name]):
+        return None, WRITTEN
+    if rules.owners[module_name] in rules.routers:
+        return None, ROUTER
     places = [rules.owners[alias.rpartition(".")[0]] for alias in rules.aliases[name]]
     if not rules.config.include_embeddings:
         if any(place in rules.heads for place in places):
@@ -157,13 +195,67 @@ def _wanted(name: str, parameter: Tensor, rules: _Rules) -> tuple[Format | None,
             return None, EMBEDDING
     if not rules.skipped.isdisjoint(_names(name)):
         return None, "kept in float by the model"
-    return chosen, PLANNED if rules.config.plan else ""
+    return chosen, PLANNED if rules.config.plan else LAST_WITH_BIAS if name in rules.last_with_bias else ""
 
 
 def _names(name: str) -> tuple[str, str]:
     """Return the two names that a user may give a parameter: its module's, first for a plain weight, and its own."""
     module_name, _, leaf = name.rpartition(".")
     return (module_name, name) if leaf == "weight" else (name, module_name)
+
+
+def router_layers(module: nn.Module) -> set[nn.Module]:
+    """Return the linear layers that decide which experts a token goes to, or how much one of them counts.
+
+    A small error there sends tokens to other experts, and a router is a few thousandths of a model. Its name or that of
+    its class says so. A layer beside experts that has one output for each of them is a router by whatever name.
+    """
+    routers: set[nn.Module] = set()
+    for name, part in module.named_modules():
+        if _says_router(name.rpartition(".")[2], part) and not _chooses_among_networks(part):
+            routers.update(_linear_layers(part))
+        routers.update(_gates_beside_experts(part))
+    return routers
+
+
+def _says_router(name: str, part: nn.Module) -> bool:
+    return "router" in name.split("_") or "Router" in type(part).__name__
+
+
+def _chooses_among_networks(part: nn.Module) -> bool:
+    """Return whether a module holds the networks that it chooses among, as the `Router` of Sentence Transformers."""
+    inside = (each for each in part.modules() if each is not part)
+    return any(
+        isinstance(each, nn.ModuleList | nn.ModuleDict | PreTrainedModel) or _own_experts(each) for each in inside
+    )
+
+
+def _gates_beside_experts(part: nn.Module) -> Iterator[nn.Module]:
+    """Yield the layers beside experts that have an output for each of them, or a gate's single one."""
+    children = dict(part.named_children())
+    gates = {name for name in children if not {"gate", "gates", "gating"}.isdisjoint(name.split("_"))}
+    experts = [child for name, child in children.items() if "expert" in name and name not in gates]
+    counts = _own_experts(part).union(*(_own_experts(inner) for child in experts for inner in child.modules()))
+    counts |= {len(child) for child in experts if isinstance(child, nn.ModuleList | nn.ModuleDict)}
+    has_router = any(_says_router(name, child) for name, child in children.items())
+    for name, child in children.items() if experts or counts else ():
+        for layer in _linear_layers(child) if name in gates else filter(_is_linear, [child]):
+            outputs = layer.nf if isinstance(layer, Conv1D) else layer.out_features
+            if (outputs in counts and not has_router) or (outputs == 1 and name in gates):
+                yield layer
+
+
+def _own_experts(part: nn.Module) -> set[int]:
+    """Return of how many experts a module itself holds the weights."""
+    return {len(parameter) for parameter in part.parameters(recurse=False) if is_experts(part, parameter)}
+
+
+def _linear_layers(part: nn.Module) -> Iterator[nn.Linear | Conv1D]:
+    return filter(_is_linear, part.modules())
+
+
+def _is_linear(part: nn.Module) -> TypeGuard[nn.Linear | Conv1D]:
+    return isinstance(part, nn.Linear | Conv1D)
 
 
 def is_weight(owner: nn.Module, leaf: str, parameter: Tensor) -> bool:

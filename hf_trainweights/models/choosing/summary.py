@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from markupsafe import Markup, escape
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from hf_trainweights import kernels
-from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.errors import ConfigError, CorruptFileError, QuantizationError
 from hf_trainweights.files.digests import read_calibration
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
@@ -271,6 +272,7 @@ def summary(model: nn.Module) -> Summary:
 
     Raises:
         ConfigError: The model is being loaded.
+        QuantizationError: A lazy layer has no weights yet.
 
     Examples:
         >>> from hf_trainweights import quantize_
@@ -288,11 +290,19 @@ def _shown(module: nn.Module) -> Iterator[Choice]:
     """Yield what the parameters themselves show; there is no configuration that gives reasons."""
     owners = dict(module.named_modules(remove_duplicate=False))
     for name, parameter in module.named_parameters():
+        check_has_shape(name, parameter)
         owner, weight = owners[name.rpartition(".")[0]], local_tensor(parameter)
         if isinstance(weight, QuantizedTensor):
             yield Choice.of(name, owner, parameter, weight.format, "", weight.transposed)
         else:
             yield Choice.of(name, owner, parameter, None, str(parameter.dtype).removeprefix("torch."), False)
+
+
+def check_has_shape(name: str, parameter: Tensor) -> None:
+    """Check that a parameter has a shape, which that of a lazy layer gets from its first inputs."""
+    if is_lazy(parameter):
+        expected, next_step = "a weight with a shape and values", "Run the module on inputs once, then quantize it."
+        raise QuantizationError(name, expected, "a parameter of a lazy layer that no inputs have reached", next_step)
 
 
 def _row(choice: Choice) -> tuple[str, ...]:

@@ -26,6 +26,9 @@ from hf_trainweights.tensor.requantizing import in_float, rounding_said_once
 _WRITING = ("update_layer", "merge", "unmerge")
 # Methods of PEFT's models that call those of many layers.
 _CALLING_MANY = ("inject_adapter", "merge_adapter", "unmerge_adapter", "merge_and_unload")
+# Methods of diffusers that do so, and their classes: of pipelines, and of models.
+_FUSING = ("fuse_lora", "unfuse_lora")
+_FUSING_CLASSES = (("diffusers.loaders.lora_base", "LoraBaseMixin"), ("diffusers.loaders.peft", "PeftAdapterMixin"))
 
 # The name under which a class of PEFT takes in what it wraps, and that class's base and where that is.
 _PLACES = {
@@ -50,6 +53,8 @@ def meet_adapters(module: nn.Module, name: str, submodule: nn.Module | None) -> 
         return
     if name == "model":
         _wrap(type(module), _CALLING_MANY, _say_rounding_once)
+        for home, base in _FUSING_CLASSES:
+            _wrap(getattr(sys.modules.get(home), base, object), _FUSING, _say_rounding_once)
     elif name == "base_layer":
         _wrap(type(module), _WRITING, _with_float_weight)
         _wrap(type(module), ("get_base_weight",), _dequantized)
@@ -73,9 +78,10 @@ def _over_quantized_weights(method: _Method, wrapped: _Method) -> _Method:
     """Return the method that calls a wrapped one where any weight below is quantized, and else PEFT's own."""
 
     @functools.wraps(method)
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        is_quantized = any(isinstance(parameter, QuantizedTensor) for parameter in self.parameters())
-        return (wrapped if is_quantized else method)(self, *args, **kwargs)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_module = isinstance(self, nn.Module)  # not so a pipeline of diffusers, whose models may be quantized
+        is_float = is_module and not any(isinstance(parameter, QuantizedTensor) for parameter in self.parameters())
+        return (method if is_float else wrapped)(self, *args, **kwargs)
 
     return call
 

@@ -11,19 +11,19 @@ import copy
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, modeling_utils
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 from hf_trainweights.models.host import private, private_attribute, unsupported
-from hf_trainweights.models.host.models import has_adapters
+from hf_trainweights.models.host.renaming import conversions_of_class, renames_float_alone, without
 
 try:
     from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
@@ -33,6 +33,9 @@ except ImportError as error:
 # A tensor of a checkpoint that is not loaded yet: its name there, and the function that loads it, or None where it is
 # for another rank.
 NamedLoad = tuple[str, Callable[[], Tensor | None]]
+
+MISSING = "is missing"
+"""What `names_of_load` says of a parameter that is not in a checkpoint."""
 
 # Above the level of every message.
 _NOTHING = 100
@@ -99,16 +102,44 @@ class MergingConverter(Converter):
         return super().convert(layer_name, model, config, hf_quantizer, loading_info)
 
 
+class StoredConverter(Converter):
+    """A converter of the stored tensors of quantized weights; it asks a function for the parameter of each."""
+
+    __slots__ = ("find",)
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """Return the parameter that a stored tensor belongs to, and the pattern under which it is collected.
+
+        This does not count as a use: a save reverts what was used, and this converter has no inverse.
+        """
+        found = self.find(source_key)
+        return (source_key, None) if found is None else (found[0], _pattern(found[1]))
+
+
 def make_converter(
-    source_patterns: list[str], target_pattern: str, operation: QuantizerOp, on_cpu: bool = False
+    find: Callable[[str], tuple[str, str] | None],
+    suffixes: Iterable[str],
+    operation: QuantizerOp,
+    on_cpu: bool = False,
 ) -> WeightConverter:
-    """Return a converter that makes one parameter of several tensors; the patterns are the ends of their names.
+    """Return a converter that makes one parameter of several tensors, as `find` tells parameter and suffix of each.
 
     With `on_cpu` the operation gets the tensors on the CPU, wherever the parameter is to be.
     """
-    return Converter(
-        source_patterns=source_patterns, target_patterns=target_pattern, operations=[operation], force_cpu=on_cpu
-    )
+    patterns = [_pattern(suffix) for suffix in suffixes]
+    converter = StoredConverter(patterns, "weight", operations=[operation], force_cpu=on_cpu)
+    converter.find = find
+    return converter
+
+
+def _pattern(suffix: str) -> str:
+    # Patterns are keys as well. This one is no name, nor a pattern of a model.
+    return f":{suffix}"
+
+
+def collected_by_suffix(collected: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a converter of `make_converter` has collected, by suffix; a guard, which has a name, is left out."""
+    return {key[1:]: value for key, value in collected.items() if key.startswith(":")}
 
 
 def offer_before_merging(conversion: Any) -> Any:
@@ -134,24 +165,20 @@ def merges_experts(conversion: Any) -> bool:
     return kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
 
 
-def drop_conversions(model: PreTrainedModel, operation: type[QuantizerOp]) -> None:
-    """Make a model forget converters that it was loaded by, so that saving does not try to revert them."""
-    conversions: Any = getattr(model, "_weight_conversions", None)
-    if conversions is not None:
-        kept = [c for c in conversions if not any(isinstance(op, operation) for op in getattr(c, "operations", ()))]
-        model._weight_conversions = kept  # pyright: ignore[reportArgumentType]  (nn.Module takes any attribute)
+def restore_conversions(model: PreTrainedModel, quantized: Collection[str]) -> None:
+    """Let a float save of a model write what a save of a model that was never quantized does, such as single experts.
 
-
-def restore_merging(model: PreTrainedModel) -> None:
-    """Let a float save of a model write experts one by one, as a save of a model that was never quantized does.
-
-    Transformers reverts the conversions that a load has used, and a quantized checkpoint has its experts merged.
+    Transformers reverts the conversions that a load has used. A quantized checkpoint uses no converter for its weights,
+    nor a renaming that fits the name of a float weight alone.
     """
     used: list[Any] = getattr(model, "_weight_conversions", None) or []
-    merged = {name for conversion in used for name in conversion.target_patterns}
-    of_class = private("conversion_mapping", "get_model_conversion_mapping")(model, add_legacy=False)
-    missing = [each for each in of_class if merges_experts(each) and merged.isdisjoint(each.target_patterns)]
-    model._weight_conversions = [*used, *missing]  # pyright: ignore[reportArgumentType]  (nn.Module takes any attribute)
+    of_class = conversions_of_class(model)
+    unused = without(of_class, used)
+    hidden = [each for each in unused if isinstance(each, WeightConverter) or renames_float_alone(each, quantized)]
+    model._weight_conversions = [  # pyright: ignore[reportArgumentType]  (nn.Module takes any attribute)
+        *without(used, of_class),
+        *(each for each in of_class if each in hidden or each not in unused),
+    ]
 
 
 def expect_unused(model: PreTrainedModel, name: str) -> None:
@@ -165,18 +192,6 @@ def expect_unused(model: PreTrainedModel, name: str) -> None:
 def checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors, or copies, as a checkpoint of a model has them: experts one by one, under their names there."""
     return private("core_model_loading", "revert_weight_conversion")(model, tensors)
-
-
-def converted_names(module: nn.Module) -> set[str]:
-    """Return the names in a model's files whose tensors are renamed, split, merged or transposed ones of the modules.
-
-    There are none for a quantized model, for one that saves its adapters alone, and for one that is none of
-    Transformers.
-    """
-    if not isinstance(module, PreTrainedModel) or getattr(module, "hf_quantizer", None) or has_adapters(module):
-        return set()
-    state = {name: tensor.to("meta") for name, tensor in module.state_dict().items()}
-    return {name for name, tensor in checkpoint_tensors(module, state).items() if state.get(name) is not tensor}
 
 
 def names_not_saved(model: PreTrainedModel) -> set[str]:
@@ -215,6 +230,31 @@ def read_by(
             finish(model, options, report)
     finally:
         logging.set_verbosity(verbosity)
+
+
+def names_of_load(model: PreTrainedModel, tensors: Mapping[str, Tensor], conversions: Sequence[Any]) -> dict[str, str]:
+    """Return for each name that a load of tensors into a skeleton gets wrong what is wrong with it.
+
+    All are on the meta device, so only names and shapes are compared.
+    """
+    load = private("core_model_loading", "convert_and_load_state_dict_in_model")
+    options = private("modeling_utils", "LoadStateDictConfig")(
+        device_map={"": "meta"}, weight_mapping=conversions, ignore_mismatched_sizes=True
+    )
+    shows_progress = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        report, _ = load(model, dict(tensors), options)
+    finally:
+        if shows_progress:
+            logging.enable_progress_bar()
+    private_attribute(model, "_adjust_missing_and_unexpected_keys")(report)
+    return {
+        **dict.fromkeys(set(report.missing_keys) - names_not_saved(model), MISSING),
+        **dict.fromkeys(report.unexpected_keys, "is none of the model's"),
+        **{name: "has another shape" for name, *_ in report.mismatched_keys},
+        **dict.fromkeys(report.conversion_errors, "cannot be put together"),
+    }
 
 
 class _SaveFile:

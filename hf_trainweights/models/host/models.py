@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.models.host import private, private_attribute
+from hf_trainweights.tensor.modules import is_quantized, parameter_places, put_parameter
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 """Under which names `forward` may take what earlier tokens left: since Transformers 5.24, and before."""
@@ -31,6 +33,18 @@ def models_within(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Pr
         return
     for name, child in module.named_children():
         yield from models_within(child, f"{prefix}{name}.")
+
+
+def weights_saved_elsewhere(module: nn.Module) -> Iterator[str]:
+    """Yield the names of parameters that sentence-transformers writes into files of its own, which hold float tensors.
+
+    They are those of its modules beside the Transformers model, such as `Dense`.
+    """
+    within_models = tuple(prefix for prefix, _ in models_within(module))
+    for prefix, part in module.named_modules():
+        if any(base.__module__.startswith("sentence_transformers.") for base in type(part).__mro__):
+            names = (f"{prefix}.{name}".removeprefix(".") for name, _ in part.named_parameters())
+            yield from (name for name in names if not name.startswith(within_models))
 
 
 def names_tied_now(model: PreTrainedModel) -> dict[str, str]:
@@ -53,6 +67,12 @@ def modules_kept_in_float(module: nn.Module, include_embeddings: bool) -> list[s
     for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
         kept |= set(private_attribute(module, attribute) or ())
     return sorted(kept)
+
+
+def last_with_bias(model: PreTrainedModel) -> list[str]:
+    """Return the module that ends a model with a bias, if one does: its weight is not the last parameter."""
+    last = next(reversed([name for name, _ in model.named_parameters(remove_duplicate=False)]), "")
+    return [last.removesuffix(".bias")] if last.endswith(".bias") else []
 
 
 def output_head(module: nn.Module) -> nn.Module | None:
@@ -87,6 +107,11 @@ def has_adapters(model: PreTrainedModel) -> bool:
     return bool(getattr(model, "peft_config", None)) if loaded is None else loaded
 
 
+def adapter_file(source: str) -> str | None:
+    """Return the file that describes the adapter of a saved model, in a directory or on the Hub; None without one."""
+    return private("utils.peft_utils", "find_adapter_config_file")(source)
+
+
 def tasks_of(class_name: str) -> list[str]:
     """Return the tasks of the Hub that a class of Transformers is for; none where a version has no table of them."""
     tables = getattr(import_module("transformers.modelcard"), "TASK_MAPPING", {})
@@ -95,6 +120,21 @@ def tasks_of(class_name: str) -> list[str]:
         for task, classes in tables.items()
         if any(class_name in ([names] if isinstance(names, str) else names) for names in classes.values())
     ]
+
+
+def registered_classes(config: Any) -> Iterator[Any]:
+    """Yield the classes by which the auto classes make a model of a configuration, a user's own ones among them.
+
+    A type of model may borrow the class of another one: InternLM3 is loaded as a `LlamaForCausalLM`.
+    """
+    table_class = private("models.auto.auto_factory", "_LazyAutoMapping")
+    for table in vars(import_module("transformers.models.auto.modeling_auto")).values():
+        if not isinstance(table, table_class) or type(config) not in table:
+            continue
+        # Some need a package that is missing, or are none.
+        with contextlib.suppress(ImportError, ValueError):
+            registered = table[type(config)]
+            yield from registered if isinstance(registered, tuple) else (registered,)
 
 
 def model_origin(model: nn.Module) -> tuple[str | None, str | None]:
@@ -139,10 +179,109 @@ def refuse_quantized_configurations(method: str) -> None:
     PreTrainedModel._from_config = classmethod(from_config)  # type: ignore[method-assign]
 
 
+def hand_down_to_parts(method: str) -> None:
+    """Let the configuration of a part, read from the file of a whole that a method has quantized, say so too.
+
+    Transformers takes the part's own values from the file, such as `text_config`, and would load float weights.
+    """
+    original: Any = getattr(PreTrainedConfig, "get_config_dict", None)
+    if original is None:
+        return
+
+    @functools.wraps(original.__func__)
+    def get_config_dict(cls: type[PreTrainedConfig], *args: Any, **kwargs: Any) -> Any:
+        values, unused = original.__func__(cls, *args, **kwargs)
+        described = values.get("quantization_config")
+        is_ours = isinstance(described, dict) and described.get("quant_method") == method
+        if is_ours and cls.model_type and values.get("model_type") != cls.model_type:
+            # Selectors name the whole's modules; in a file each weight has its format, if it is not the default.
+            parts = (part for name, part in values.items() if isinstance(part, dict) and name != "quantization_config")
+            for part in parts:
+                part["quantization_config"] = described
+        return values, unused
+
+    PreTrainedConfig.get_config_dict = classmethod(get_config_dict)  # type: ignore[method-assign]
+
+
+def hide_from_initialization() -> None:
+    """Let Transformers write first values to float weights alone: whatever is quantized has its values.
+
+    Transformers marks weights that it has loaded, and its functions pass over these. But a class may write to a row of
+    a weight, which has no mark, or fill a table that it has made like the weight.
+    """
+    original: Any = getattr(PreTrainedModel, "initialize_weights", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def initialize_weights(self: PreTrainedModel) -> None:
+        hidden = {id(parameter): parameter for parameter in self.parameters() if is_quantized(parameter)}
+        places = parameter_places(self) if hidden else {}
+        for key, parameter in hidden.items():
+            put_parameter(places[key], _initialized_stand_in(parameter))
+        try:
+            original(self)
+        finally:
+            for key, parameter in hidden.items():
+                put_parameter(places[key], parameter)
+
+    PreTrainedModel.initialize_weights = initialize_weights  # type: ignore[method-assign]
+
+
+def _initialized_stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    """Return a parameter of the same shape that takes no memory and that Transformers takes for a loaded one."""
+    stand_in = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), requires_grad=False)
+    stand_in._is_hf_initialized = True  # type: ignore[attr-defined]
+    return stand_in
+
+
+def adopt_before(names: Iterable[str], adopt: Callable[[PreTrainedModel], bool]) -> None:
+    """Let methods of Transformers call `adopt` first, and then the method that it has given a model, if it has.
+
+    A model may be composed of quantized parts, and nothing tells when it is: a part of a part may be exchanged.
+    """
+    for name in names:
+        original: Any = getattr(PreTrainedModel, name, None)
+        if original is not None:
+            setattr(PreTrainedModel, name, _after_adopting(name, original, adopt))
+
+
+def _after_adopting(
+    name: str, original: Callable[..., Any], adopt: Callable[[PreTrainedModel], bool]
+) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        method = functools.partial(original, self) if not adopt(self) else getattr(self, name)
+        return method(*args, **kwargs)
+
+    return call
+
+
 def quant_method(config: Any) -> object:
-    """Return the name of the method that a model's configuration says it is quantized by; None for a float model."""
+    """Return the name of the method that a configuration or a quantizer has of its model; None for a float model."""
     described = getattr(config, "quantization_config", None)
     return described.get("quant_method") if isinstance(described, dict) else getattr(described, "quant_method", None)
+
+
+def configurations_within(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """Yield a model's configuration and those of its parts, at any depth."""
+    yield config
+    for value in vars(config).values():
+        if isinstance(value, PreTrainedConfig):
+            yield from configurations_within(value)
+
+
+def forget_method(model: PreTrainedModel, method: str) -> None:
+    """Let a model and the models in it say no longer that a method has quantized them: their weights are float."""
+    for part in model.modules():
+        if not isinstance(part, PreTrainedModel):
+            continue
+        for config in configurations_within(part.config):
+            if quant_method(config) == method:
+                vars(config).pop("quantization_config")
+        if quant_method(getattr(part, "hf_quantizer", None)) == method:
+            del part.hf_quantizer, part.quantization_method
+            part.is_quantized = False  # type: ignore[assignment]
 
 
 def onnx_graph(model: nn.Module, inputs: Mapping[str, Any], opset: int, dynamic_shapes: Any = None) -> Any:
@@ -163,6 +302,11 @@ def cache_argument(model: nn.Module) -> str:
     """Return under which of `CACHE_ARGUMENTS` a model takes and returns what earlier tokens left; "": under none."""
     taken = inspect.signature(model.forward).parameters
     return next((name for name in CACHE_ARGUMENTS if name in taken), "")
+
+
+def is_cache(value: object) -> bool:
+    """Return whether a value holds what earlier tokens left: every cache of Transformers has this method."""
+    return hasattr(value, "get_seq_length")
 
 
 def is_stateful(model: PreTrainedModel) -> bool:

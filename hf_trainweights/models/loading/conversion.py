@@ -24,7 +24,7 @@ from hf_trainweights.errors import CorruptFileError, SaveError, TrainWeightsErro
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.choosing.summary import Choice
-from hf_trainweights.models.host.checkpoints import NamedLoad, QuantizerOp
+from hf_trainweights.models.host.checkpoints import NamedLoad, QuantizerOp, collected_by_suffix
 from hf_trainweights.models.host.models import base_prefix
 from hf_trainweights.models.host.ranks import LocalPart, plan_of
 from hf_trainweights.models.loading.stored_weights import StoredWeight
@@ -32,7 +32,7 @@ from hf_trainweights.tensor.distributed.placements import Placed, check_parts, i
 from hf_trainweights.tensor.distributed.shards import cut, has_own_codes
 from hf_trainweights.tensor.modules import as_parameter
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
-from hf_trainweights.tensor.stored_names import CODED_SUFFIXES, stored_name, unflatten_weight
+from hf_trainweights.tensor.stored_names import CODED_SUFFIXES, unflatten_weight
 
 Made = TypeVar("Made")
 Weight = TypeVar("Weight", bound=Tensor)
@@ -217,14 +217,10 @@ class TrainWeightsDeserialize(QuantizerOp):
     def convert(  # pyright: ignore[reportIncompatibleMethodOverride]  (the base names arguments that no caller passes)
         self, input_dict: dict[str, Any], model: Any = None, full_layer_name: str = "", **_: Any
     ) -> dict[str, Any]:
-        """Build one weight from its stored tensors: lists of one under patterns such as `_weight_qdata`."""
+        """Build one weight from its stored tensors, lists of one."""
         skeleton = model.get_parameter_or_buffer(full_layer_name)
-        prefix = stored_name(full_layer_name.rpartition(".")[2], "")
-        tensors = {
-            key.rpartition(".")[2].removeprefix(prefix): value[0] if isinstance(value, list) else value
-            for key, value in input_dict.items()
-            if key.rpartition(".")[2].startswith(prefix)  # else it is the weight's guard
-        }
+        collected = collected_by_suffix(input_dict).items()
+        tensors = {suffix: value[0] if isinstance(value, list) else value for suffix, value in collected}
 
         # All but decoded weights are views of the file.
         spill = self.state.spill if tensors.keys() & CODED_SUFFIXES else None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +13,34 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_trainweights.errors import ConfigError, TrainWeightsError
+from hf_trainweights.errors import ConfigError, CorruptFileError, TrainWeightsError, UnsupportedError
 from hf_trainweights.files.spill import Spill
-from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
+from hf_trainweights.files.weight_files import ENTRY_POINTS, FOREIGN_WEIGHTS, shard_names
 from hf_trainweights.models.choosing.config import QUANT_METHOD
-from hf_trainweights.models.host.models import quant_method
+from hf_trainweights.models.host.checkpoints import checkpoint_tensors
+from hf_trainweights.models.host.models import adapter_file, base_prefix, quant_method
 from hf_trainweights.models.loading.conversion import loading_to_write
-from hf_trainweights.models.loading.stored_weights import parameter_names, saved_class
+from hf_trainweights.models.loading.stored_weights import (
+    check_is_float,
+    check_weight_files,
+    is_zero,
+    parameter_names,
+    saved_class,
+    weight_files,
+)
 
-# Weights for frameworks that nothing here reads.
-_FOREIGN = ("*.h5", "*.msgpack", "*.ot", "*.onnx*", "*.gguf", "*.tflite", "*.mlmodel*", "onnx/*", "openvino/*")
+_FOREIGN = (*FOREIGN_WEIGHTS, "onnx/*", "openvino/*")
 _TORCH = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# Tensors that no weight needs: other quantizers round activations and caches by some, older classes computed the rest.
+_NO_WEIGHTS = re.compile(
+    r"(.*\.)?(([kvq]|input|output|activation)_(scale|zero_point)(_ub)?|inv_freq|masked_bias|position_ids)"
+)
+_SHOWN = 3
+
+# Sizes and numbers of modules in a configuration, as models name them, and which of them need no file to be believed.
+_SIZES = re.compile(r".*(size|dim|d_model|d_ff|embd|inner|head|channel|position|rank).*")
+_MODULES = re.compile(r".*(layer|expert).*")
+_LARGE, _MANY = 1 << 27, 1000
 
 
 def load_quantized(source: str | os.PathLike[str], spill: Spill | None = None) -> PreTrainedModel:
@@ -49,12 +69,15 @@ def load_saved(
     *,
     dtype: torch.dtype | str = "auto",
     spill: Spill | None = None,
+    every_tensor: bool = False,
     **options: Any,
 ) -> PreTrainedModel:
     """Load a saved model as the class that its config.json names, with all its weights, to write or compare them.
 
     Weights that need no conversion are views of the memory-mapped files; `spill` takes those that are quantized or
-    decoded, memory if it is None.
+    decoded, memory if it is None. UnsupportedError: a layer of the class has no place for a tensor that the files hold
+    for it, or with `every_tensor` no part of the model has one. A class may lack whole parts that a checkpoint has,
+    such as the heads of another task; Transformers names these in its log.
     """
     saved = read_config(source)
     name, cls = saved_class(saved)
@@ -64,14 +87,19 @@ def load_saved(
         )
         raise ConfigError(str(source), "a class of Transformers in config.json's architectures", name, next_step)
     _check_index(Path(source))
+    if type(saved) is not cls.config_class:
+        # A borrowed class would read its own type of configuration.
+        options["config"] = saved
     try:
         with loading_to_write(spill):
             model, report = cls.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
-    except TrainWeightsError:
+    except (TrainWeightsError, Warning):
         raise
     except Exception as error:
         # What is wrong in a model's files, Transformers tells by whatever error that leads to.
         raise _cannot_load(source, error) from error
+    check_is_float(source, report["unexpected_keys"], model)
+    _check_none_is_lost(source, model, report["unexpected_keys"], every_tensor)
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])
         next_step = "Transformers would start these from random numbers. Save the whole model."
@@ -79,10 +107,56 @@ def load_saved(
     return model
 
 
+def _check_none_is_lost(
+    source: str | os.PathLike[str], model: PreTrainedModel, unexpected: Iterable[str], every_tensor: bool
+) -> None:
+    """Check that no tensor of the files would be lost by saving the model, unless it holds zeros or no weights."""
+    made_by_the_class = {name for name, _ in model.named_buffers()}
+    lost = {name for name in unexpected if name not in made_by_the_class and not _NO_WEIGHTS.fullmatch(name)}
+    if not every_tensor:
+        lost = {name for name in lost if _is_of_a_layer(name, model)}
+    if lost:
+        folder = Path(source)
+        lost -= _zeros(lost, model, folder if folder.is_dir() else download(str(source)))
+    if lost:
+        more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
+        next_step = (
+            "Save the model with the class that it was trained as, or take these tensors out if they are no use."
+        )
+        expected = f"places in {type(model).__name__} for all weights of its files"
+        raise UnsupportedError(str(source), expected, f"none for {', '.join(sorted(lost)[:_SHOWN])}{more}", next_step)
+
+
+def _is_of_a_layer(name: str, model: PreTrainedModel) -> bool:
+    """Return whether a tensor belongs to a module that has weights and no modules in it, such as a linear layer."""
+    modules, owner = dict(model.named_modules()), name.rpartition(".")[0]
+    while owner not in modules:
+        owner = owner.rpartition(".")[0]
+    module = modules[owner]
+    return not any(module.children()) and any(True for _ in module.parameters())
+
+
+def _zeros(names: Collection[str], model: PreTrainedModel, folder: Path) -> set[str]:
+    """Return the names of tensors, as the model calls them, that hold nothing but zeros in its files."""
+    stored, prefix = check_weight_files(weight_files(folder), folder), base_prefix(model)
+    zeros = set()
+    for name in names:
+        spellings = [name, prefix + name, name.removeprefix(prefix)]
+        # Operations of a conversion want tensors of their own shapes; such a name stands for several in the files.
+        with contextlib.suppress(Exception):
+            spellings += checkpoint_tensors(model, {name: torch.empty(0, device="meta")})
+        in_file = next((spelling for spelling in spellings if spelling in stored), "")
+        if in_file and stored[in_file].kind == "float" and is_zero(stored[in_file].file, in_file):
+            zeros.add(name)
+    return zeros
+
+
 def load_tokenizer(source: str | os.PathLike[str], where: str, next_step: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a saved model, to read texts that the argument `where` gives."""
     try:
         return AutoTokenizer.from_pretrained(source)
+    except Warning:
+        raise
     except Exception as error:
         # What is wrong in a tokenizer's files, Transformers tells by whatever error that leads to.
         raise ConfigError(where, f"a tokenizer in {source}", "none that loads", next_step) from error
@@ -100,20 +174,56 @@ def saved_parameter_names(directory: str | os.PathLike[str]) -> set[str] | None:
 
 
 def read_config(source: str | os.PathLike[str]) -> PretrainedConfig:
-    """Return the configuration of a saved model; ConfigError: it is missing, a file, or cannot be read."""
+    """Return the configuration of a saved model; ConfigError: it is missing or unreadable, or has an adapter."""
     refuse_file(source)
+    refuse_adapter(source)
     try:
         return AutoConfig.from_pretrained(source)
-    except TrainWeightsError:
+    except (TrainWeightsError, Warning):
         raise
     except Exception as error:
         raise _cannot_load(source, error) from error
+
+
+def check_config(config: Mapping[str, Any], tensors: int, size_bytes: int, where: str) -> None:
+    """Check that a configuration asks for no larger layers, and no more layers or experts, than files can fill.
+
+    A model is built before anything is read, and one of 10^9 layers keeps a process busy until its memory ends.
+    """
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            check_config(value, tensors, size_bytes, f"{where}: {key}")
+        elif type(value) is not int:
+            continue
+        elif _SIZES.fullmatch(key) and value > max(size_bytes, _LARGE):
+            expected = f"a size that {size_bytes} bytes of weights can fill"
+            raise CorruptFileError(f"{where}: {key}", expected, f"{value}", "Download config.json again.")
+        elif _MODULES.fullmatch(key) and not _SIZES.fullmatch(key) and value > max(tensors, _MANY):
+            expected = f"a number of modules that {tensors} tensors can fill"
+            raise CorruptFileError(f"{where}: {key}", expected, f"{value}", "Download config.json again.")
 
 
 def refuse_file(source: str | os.PathLike[str]) -> None:
     """Raise a ConfigError that names the directory to give, if a file stands where one of a model is expected."""
     if Path(source).is_file():
         raise ConfigError(str(source), "the directory of a model", "a file", f"Give {Path(source).absolute().parent}.")
+
+
+def refuse_adapter(source: str | os.PathLike[str]) -> None:
+    """Raise a ConfigError if a saved model has an adapter: Transformers would apply it, and save it alone.
+
+    Nobody knows whether the weights beside it are those that it was trained on, or have it merged in already.
+    """
+    try:
+        adapter = adapter_file(os.fspath(source))
+    except (OSError, ValueError):  # no name of a repository, which reading its configuration tells
+        return
+    if adapter is not None:
+        next_step = (
+            "Load it with PEFT, call merge_and_unload, save the model to another directory and give that. If the "
+            "weights beside it are to be read without it, move adapter_config.json out of the directory."
+        )
+        raise ConfigError(str(source), "a model by itself", "an adapter (adapter_config.json)", next_step)
 
 
 def _check_index(source: Path) -> None:

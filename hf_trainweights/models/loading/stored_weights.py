@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import re
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,10 +23,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.reading import is_safe_name, is_torch_zip, require_regular_file
 from hf_trainweights.files.safetensors_file import read_safetensors_header
+from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 from hf_trainweights.formats import FORMATS
-from hf_trainweights.models.choosing.selection import NOT_IN_CHECKPOINT
+from hf_trainweights.models.choosing.selection import NOT_IN_CHECKPOINT, ROUTER
 from hf_trainweights.models.choosing.summary import Summary
-from hf_trainweights.models.host.models import base_prefix, was_loaded
+from hf_trainweights.models.host.models import base_prefix, registered_classes, was_loaded
 from hf_trainweights.tensor.guards import is_guard
 from hf_trainweights.tensor.stored_names import (
     CODED_FLOAT_SUFFIX,
@@ -36,6 +38,10 @@ from hf_trainweights.tensor.stored_names import (
 )
 
 _AGAIN = "Download it again, or save it again from the source."
+# Names of weight files that no loader looks for.
+_SINGLE = ("*.safetensors.index.json", "*.safetensors", "gptq_model*.bin")
+# Tensors by which other quantizers hold weights: GPTQ and AWQ, compressed-tensors, float8, LLM.int8, nf4.
+_CODES = re.compile(r".*\.(qweight|weight_packed|weight_scale(_inv)?|SCB|weight\.quant_state\..*)")
 _SHOWN = 3
 
 
@@ -53,6 +59,11 @@ class StoredWeight(NamedTuple):
     stored_bytes: int
     kind: Literal["float", "quantized", "guard"] = "float"
     is_coded: bool = False
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the file has it under the names of stored tensors, not under its own."""
+        return self.is_coded or self.kind == "quantized"
 
 
 def check_weight_files(
@@ -99,6 +110,52 @@ def check_weight_files(
     return weights
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """Return the weight files that a loader reads of a model; ConfigError: there are none that it looks for.
+
+    A single file or index of another name is taken too, such as `gptq_model-4bit-128g.safetensors`.
+    """
+    candidates = [[directory / name for name in ENTRY_POINTS[:4] if (directory / name).exists()][:1]]
+    candidates += [sorted(directory.glob(pattern)) for pattern in _SINGLE]
+    entry = next((files[0] for files in candidates if len(files) == 1), None)
+    if entry is None:
+        next_step = "Rename a single file to model.safetensors; of a model in another layout download the original."
+        raise ConfigError(str(directory), f"one of {', '.join(ENTRY_POINTS[:4])}", "none", next_step)
+    files = [directory / name for name in shard_names(entry)] if entry.suffix == ".json" else [entry]
+    _check_places(files, directory)
+    return files
+
+
+def is_zero(file: Path, name: str) -> bool:
+    """Return whether a float tensor of a weight file holds nothing but zeros."""
+    if file.suffix == ".safetensors":
+        with safe_open(file, framework="pt") as opened:
+            return not bool(opened.get_tensor(name).any())
+    state_dict = torch.load(file, weights_only=True, map_location="cpu", mmap=is_torch_zip(file) or None)
+    return not bool(state_dict[name].any())
+
+
+def check_is_float(source: str | os.PathLike[str], names: Iterable[str], model: PreTrainedModel) -> None:
+    """Check that no tensor of the files is another quantizer's, by names that the model does not have; ConfigError."""
+    own = {name.rpartition(".")[2] for name in model.state_dict()}
+    codes = sorted(name for name in names if _CODES.fullmatch(name) and name.rpartition(".")[2] not in own)
+    if codes:
+        next_step = (
+            "Read it with import_directory, if it says how it is quantized (in config.json, quantize_config.json or "
+            "quant_config.json); or quantize the float model that it was made from."
+        )
+        raise ConfigError(str(source), "a float model", f"one that is already quantized, with {codes[0]}", next_step)
+
+
+def read_skeletons(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a weight file without values, on the meta device; those that are no bytes as float32."""
+    if file.suffix == ".bin":
+        return _read_bin(file)
+    entries = _read_header(file)
+    dtypes = {name: torch.uint8 if entry["dtype"] == "U8" else torch.float32 for name, entry in entries.items()}
+    return {name: torch.empty(entry["shape"], dtype=dtypes[name], device="meta") for name, entry in entries.items()}
+
+
 def _check_places(files: Sequence[Path], directory: Path) -> None:
     """Check that files are there, and in the model's directory if it is known, before any of them is opened."""
     for file in files:
@@ -140,6 +197,8 @@ def _read_bin(file: Path) -> dict[str, Tensor]:
             "It is not loaded with weights_only=False: that would run whatever code it holds. Convert it where you "
             "trust it, to safetensors.",
         ) from error
+    except Warning:
+        raise
     except Exception as error:
         # Damaged bytes make the unpickler raise whatever the operation raises that they have become.
         raise CorruptFileError(str(file), "a file that torch.save wrote", _reason(error), _AGAIN) from error
@@ -166,11 +225,18 @@ def saved_class(config: PretrainedConfig) -> tuple[str, Any]:
     saved_as = config.architectures
     name = saved_as[0] if isinstance(saved_as, (list, tuple)) and saved_as else "none"
     cls = getattr(transformers, name, None) if isinstance(name, str) else None
-    if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
-        return str(name), None
+    if _is_model(cls) and isinstance(config, getattr(cls, "config_class", ())):
+        return str(name), cls
+    # The auto classes know of borrowed classes, and of those that a user has registered.
+    borrowed = (each for each in registered_classes(config) if each.__name__ == name and _is_model(each))
+    # One of a part of the model takes the part's configuration.
+    parts = set((getattr(config, "sub_configs", None) or {}).values())
+    return str(name), next((each for each in borrowed if each.config_class not in parts), None)
+
+
+def _is_model(value: Any) -> bool:
     # PreTrainedModel itself is no model: to make one would leave marks on the class that change every other model.
-    fits = cls.config_class is not None and isinstance(config, cls.config_class)
-    return str(name), cls if fits else None
+    return isinstance(value, type) and issubclass(value, PreTrainedModel) and value.config_class is not None
 
 
 def parameter_names(cls: type[PreTrainedModel], config: PretrainedConfig) -> set[str]:
@@ -197,6 +263,12 @@ def check_none_is_missing(model: PreTrainedModel, summary: Summary, stored: Mapp
     """
     files = sorted({str(weight.file.parent) for weight in stored.values()})
     if not summary.quantized:
+        others = [name for name, weight in stored.items() if weight.kind == "quantized"]
+        if others:
+            expected = f"quantized weights of {type(model).__name__}"
+            found = f"weights of other names, such as {others[0]}"
+            next_step = "Load the model as the class that it was saved as, and take its part."
+            raise ConfigError(files[0], expected, found, next_step)
         expected = "quantized weights, as the quantization_config in config.json says"
         next_step = "If its weights are float, take that entry out of config.json; else save the quantized model again."
         raise ConfigError(files[0] if files else "checkpoint", expected, str(summary), next_step)
@@ -206,7 +278,7 @@ def check_none_is_missing(model: PreTrainedModel, summary: Summary, stored: Mapp
     missing = [
         choice.name
         for choice in summary.tensors
-        if choice.reason == NOT_IN_CHECKPOINT
+        if choice.reason in (NOT_IN_CHECKPOINT, ROUTER)  # earlier versions quantized routers too
         and choice.name.removeprefix(prefix) not in in_files
         and not was_loaded(parameters[choice.name])
     ]

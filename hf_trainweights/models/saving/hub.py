@@ -232,6 +232,8 @@ class Push:
         operations += [CommitOperationDelete(name) for name in sorted(self.present & set(remove) - files.keys())]
         try:
             return HfApi().create_commit(self.repo_id, operations, **self.commit_options)
+        except Warning:
+            raise
         except Exception as error:  # The errors of the Hub's client, its HTTP library and hf_xet share no other class.
             found = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             next_step = "A commit is made whole or not at all: push again."

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import fnmatch
+import glob
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,19 +22,30 @@ from transformers import PreTrainedModel
 from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError
 from hf_trainweights.files.atomic import create_directory, save_errors, sync_tree
 from hf_trainweights.files.digests import CONFIG_NAME
-from hf_trainweights.files.reading import open_regular_file
+from hf_trainweights.files.reading import is_safe_name, open_regular_file
 from hf_trainweights.files.staging import clean_up
+from hf_trainweights.files.weight_files import FOREIGN_WEIGHTS
 from hf_trainweights.models.host.checkpoints import save_remote_code
+from hf_trainweights.models.host.models import configurations_within
 
 _UNCHANGED = "It is as it was."
-# Files that are not copied: those that the quantized model writes itself, and float weights or training state.
+# Files that are not copied: those that the quantized model writes itself, float weights, and training state.
 _LEFT_BEHIND = (
-    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.ot", "*.onnx*", "*.gguf"),
-    *("*.index*.json", "config.json", "trainer_state.json", "trainweights*.json", "README.md", ".*"),
+    *FOREIGN_WEIGHTS,
+    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.index*.json", "config.json", "README.md", ".*"),
+    *("*.anchor", "trainer_state.json", "trainweights*.json", "_trainweights*"),
+    # Descriptions of weights that another quantizer wrote.
+    *("quantize_config.json", "quant_config.json", "hf_quant_config.json"),
+    # Files of accelerate and DeepSpeed.
+    *("random_states_*.pkl", "custom_checkpoint_*.pkl", "latest", "zero_to_fp32.py"),
 )
 _CHUNK_BYTES = 1 << 20
-# Of tokenizers, and of the modules that sentence-transformers puts after the model, such as 1_Pooling and 2_Dense.
-_FOLDERS = ("additional_chat_templates", "[0-9]_*")
+# Folders of tokenizers and processors, and of modules that sentence-transformers puts after the model.
+_FOLDERS = ("additional_chat_templates", "*tokenizer", "speaker_embeddings", "[0-9]_*")
+# sentence-transformers names the folders of these modules there.
+_MODULES_NAME = "modules.json"
+_MODULES_AGAIN = "Download it again, or save the model again with sentence-transformers."
+_SHOWN_CHARACTERS = 200
 
 
 def require_vacant_directory(out: Path) -> None:
@@ -62,8 +75,9 @@ def copy_companions(source: str | os.PathLike[str], out: Path) -> None:
     folder = Path(source)
     with _reading(source):
         if not folder.is_dir():
-            snapshot_download(str(source), allow_patterns=[f"{name}/*" for name in _FOLDERS])
             folder = Path(snapshot_download(str(source), ignore_patterns=[*_LEFT_BEHIND, "*/*"]))
+            names = [*_FOLDERS, *map(glob.escape, _module_folders(folder))]
+            snapshot_download(str(source), revision=folder.name, allow_patterns=[f"{name}/*" for name in names])
         files = companions(folder)
     for path in files:
         target = out / path.relative_to(folder)
@@ -72,13 +86,47 @@ def copy_companions(source: str | os.PathLike[str], out: Path) -> None:
 
 
 def companions(folder: Path) -> list[Path]:
-    """Return the files that `copy_companions` copies, sorted; CorruptFileError: one is a link out of the model."""
+    """Return the files that `copy_companions` copies, sorted; CorruptFileError: one lies outside of the model."""
+    folders = {path for name in _FOLDERS for path in folder.glob(name)}
+    folders |= {folder / name for name in _module_folders(folder)}
     files = [path for path in folder.iterdir() if not any(fnmatch.fnmatch(path.name, each) for each in _LEFT_BEHIND)]
-    files += [path for name in _FOLDERS for path in folder.glob(f"{name}/*")]
-    files = sorted(path for path in files if path.is_file())
+    files = {path for path in files if path.is_file()}
     for path in (*files, folder / CONFIG_NAME):
         _require_own(path, folder)
-    return files
+    for below in sorted(folders):
+        files.update(_files_below(below, folder))
+    return sorted(files)
+
+
+def _module_folders(folder: Path) -> list[str]:
+    """Return the folders, besides the model's own, of the modules that sentence-transformers makes a model of."""
+    file = folder / _MODULES_NAME
+    if not file.is_file():
+        return []
+    _require_own(file, folder)
+    with open_regular_file(file) as opened:
+        try:
+            names = [module["path"] for module in json.load(opened)]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            expected, problem = "a list of modules, each with a path", repr(error)[:_SHOWN_CHARACTERS]
+            raise CorruptFileError(str(file), expected, problem, _MODULES_AGAIN) from error
+    for name in names:
+        if not isinstance(name, str) or (name and not is_safe_name(name)):
+            expected = f"paths of folders in {folder}"
+            raise CorruptFileError(str(file), expected, repr(name)[:_SHOWN_CHARACTERS], _MODULES_AGAIN)
+    return [name for name in names if name]
+
+
+def _files_below(directory: Path, model: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    """Yield the files in a directory of a model and in those below it, but hidden ones and links back to one above."""
+    above |= {directory.resolve()}
+    for path in directory.iterdir() if directory.is_dir() else ():
+        if path.name.startswith(".") or path.resolve() in above:
+            continue
+        if path.is_file():
+            _require_own(path, model)
+            yield path
+        yield from _files_below(path, model, above)
 
 
 def _require_own(path: Path, folder: Path) -> None:
@@ -117,7 +165,9 @@ def write_config(
 ) -> None:
     """Write the configuration of a model, its generation configuration, and the files of its own code."""
     config = copy.deepcopy(model.config)
-    vars(config).pop("quantization_config", None)
+    # Parts that were quantized before they were put together have one each.
+    for each in configurations_within(config):
+        vars(each).pop("quantization_config", None)
     if quantization_config is not None:
         config.quantization_config = quantization_config
     config.architectures = [type(model).__name__]

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.files.reading import DigestedFile
 from hf_trainweights.files.safetensors_file import TensorToWrite, write_safetensors
 from hf_trainweights.files.spill import Spill
@@ -23,6 +24,13 @@ from hf_trainweights.files.weight_files import bin_name, safetensors_files
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.host.checkpoints import checkpoint_tensors, load_offloaded
 from hf_trainweights.models.host.models import has_adapters, names_tied_now
+from hf_trainweights.models.host.renaming import (
+    StoredNames,
+    conversions_to_load,
+    joined_by_save,
+    renamed_by_save,
+    revert_apart,
+)
 from hf_trainweights.tensor.distributed.placements import local_tensor
 from hf_trainweights.tensor.guards import NOTICE_NAME, guarded_names, make_guard, name_for_transformers, name_in_file
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
@@ -61,6 +69,51 @@ def _guards_of(state_dict: Mapping[str, Any], flat: Mapping[str, Any]) -> dict[s
     """Return guards for weights that do not lie in a file under their own names."""
     names = [name_for_transformers(name) for name in guarded_names(name for name in state_dict if name not in flat)]
     return {name: make_guard() for name in [NOTICE_NAME, *names]} if names else {}
+
+
+def revert_stored_apart(model: PreTrainedModel, flat: Mapping[str, Any]) -> None:
+    """Let a save of this object rename stored tensors and guards, but convert float tensors alone.
+
+    A name that would not lead a load back to its weight stays as it is in the model, and so does a float tensor that a
+    checkpoint joins with a quantized one. UnsupportedError: no name leads back to a weight.
+    """
+    owners = {key: weight for key in flat if (weight := _stored_weight(key)) is not None}
+    if has_adapters(model) or not owners:
+        return
+    own_names = {*flat.keys() - owners.keys(), *owners.values()}
+    quantized = set(owners.values())
+    beside = [group for group in joined_by_save(model, own_names) if not group.isdisjoint(quantized)]
+    unconverted = owners.keys() | {name for group in beside for name in group}
+    revert_apart(model, unconverted, _lost_if_renamed(model, owners))
+
+
+def _stored_weight(key: str) -> str | None:
+    """Return the weight that a stored tensor or a guard belongs to; None for a float tensor."""
+    parsed, guarded = parse_stored_name(key), name_in_file(key)
+    return parsed[0] if parsed else guarded if guarded != key else None
+
+
+def _lost_if_renamed(model: PreTrainedModel, owners: Mapping[str, str]) -> set[str]:
+    """Return the stored tensors and guards that a load would not find by the names that a save gives them."""
+    loaded, renamed = StoredNames(model, conversions_to_load(model)), renamed_by_save(model, owners)
+
+    def owner(key: str) -> str | None:
+        plain = name_in_file(key)
+        return loaded.parameter_of_stored(key) if plain == key else loaded.parameter_of_float(plain)
+
+    lost = {key for key, weight in owners.items() if owner(renamed[key]) != weight}
+    # All tensors of a weight, and its guard, have names of one kind.
+    weights = {owners[key] for key in lost}
+    kept = {key for key, weight in owners.items() if weight in weights}
+    for key in kept:
+        if owner(key) != owners[key]:
+            raise UnsupportedError(
+                owners[key],
+                "a name that the renamings of Transformers lead back to",
+                f"{renamed[key]}, and none by its own name",
+                "Quantize the model again and leave it in float (modules_to_not_convert).",
+            )
+    return kept
 
 
 def whole_state_dict(model: PreTrainedModel, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -102,18 +155,21 @@ def matrices_in_checkpoint(
 ) -> dict[str, dict[str, slice] | None]:
     """Return for each weight its matrices' names in a checkpoint, each with its rows among those of all experts.
 
-    `shapes` are stored shapes `[*, N, K]`. A weight that a checkpoint splits within a matrix, merges or reorders has
-    None.
+    `shapes` are stored shapes `[*, N, K]`. A weight that a checkpoint splits within a matrix, merges, reorders or joins
+    with another one has None.
     """
+    # All members of such a group, also those that `shapes` lacks, make one tensor of a checkpoint.
+    own_names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    joined = set().union(*joined_by_save(model, own_names))
     # What a checkpoint splits are rows. So their numbers tell where each goes, and no weight is copied. Each stands
     # there twice: Transformers 5.17 drops all dimensions of size 1 where it splits experts.
-    names, numbers, ends = list(shapes), {}, [0]
-    for name, shape in shapes.items():
-        *lead, _ = shape
+    names, numbers, ends = [name for name in shapes if name not in joined], {}, [0]
+    for name in names:
+        *lead, _ = shapes[name]
         ends.append(ends[-1] + math.prod(lead))
         numbers[name] = torch.arange(ends[-2], ends[-1], device="cpu").repeat_interleave(2).view(*lead, 2)
     matrices: dict[str, dict[str, slice]] = defaultdict(dict)
-    broken: set[str] = set()
+    broken: set[str] = joined.intersection(shapes)
     for saved_name, rows in checkpoint_tensors(model, numbers).items():
         first, count = int(rows.flatten()[0]), rows.numel() // 2
         place = bisect.bisect_right(ends, first) - 1
@@ -126,7 +182,7 @@ def matrices_in_checkpoint(
         if not (whole and fits and saved_name.endswith(".weight")):
             broken.add(name)
         matrices[name][saved_name] = slice(start, start + count)
-    return {name: None if name in broken else saved for name, saved in matrices.items()}
+    return {name: None if name in broken else matrices[name] for name in shapes}
 
 
 class ShardWriter:

@@ -32,9 +32,10 @@ from hf_trainweights.files.safetensors_file import name_shards
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.files.staging import staged_files
 from hf_trainweights.files.weight_files import is_weight_file
+from hf_trainweights.models.choosing.config import QUANT_METHOD
 from hf_trainweights.models.choosing.summary import Calibrated
 from hf_trainweights.models.host.checkpoints import writing_files_by
-from hf_trainweights.models.host.models import shallow_copy
+from hf_trainweights.models.host.models import forget_method, shallow_copy
 from hf_trainweights.models.host.ranks import gather_on_first_rank, is_in_parts, on_first_rank, without_ranks
 from hf_trainweights.models.saving.hub import (
     CARD_NAME,
@@ -46,8 +47,7 @@ from hf_trainweights.models.saving.hub import (
     read_card,
 )
 from hf_trainweights.models.saving.saved_tensors import ShardWriter, get_memory_footprint
-from hf_trainweights.tensor.distributed.placements import local_tensor
-from hf_trainweights.tensor.modules import as_parameter, parameter_places, put_parameter
+from hf_trainweights.tensor.modules import as_parameter, is_quantized, parameter_places, put_parameter
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.requantizing import requantize
 
@@ -149,10 +149,24 @@ def push_to_hub(
         return _save_together(self, Path(directory), safe_serialization, options, push_options)
 
 
+def forget_if_float(module: nn.Module) -> None:
+    """Let a model of Transformers or diffusers whose quantized weights are all gone be a float model again.
+
+    A model on the meta device has not got its weights yet.
+    """
+    if any(is_quantized(parameter) or parameter.is_meta for parameter in module.parameters()):
+        return
+    if isinstance(module, PreTrainedModel):
+        forget_method(module, QUANT_METHOD)
+    elif callable(forget := getattr(getattr(module, "hf_quantizer", None), "forget", None)):
+        forget(module)
+
+
 def _save_together(
     model: PreTrainedModel, directory: Path, safe: bool, options: dict[str, Any], push_options: dict[str, Any] | None
 ) -> CommitInfo | None:
     """Save and push a model; one that ranks hold parts of from the first rank, and all ranks must call it."""
+    forget_if_float(model)
     if not is_in_parts(model, options.get("state_dict")):
         return _save(model, directory, safe, options, begin_push(**push_options) if push_options else None)
     writes = options.pop("is_main_process", True)
@@ -240,7 +254,7 @@ def train(self: PreTrainedModel, mode: bool = True) -> PreTrainedModel:
 def _trains_leftovers(model: PreTrainedModel) -> bool:
     """Return whether a model is as it was loaded: each parameter that can train would. Adapters freeze the others."""
     parameters = list(model.parameters())
-    quantized = [parameter for parameter in parameters if isinstance(local_tensor(parameter), QuantizedTensor)]
+    quantized = [parameter for parameter in parameters if is_quantized(parameter)]
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     return bool(quantized and trainable) and len(quantized) + len(trainable) == len(parameters)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.cutting import can_cut_columns
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -107,14 +108,14 @@ def check_parts(placed: Placed) -> None:
     """Check that a weight can be cut for all ranks, each of which finds the same; UnsupportedError: it cannot."""
     form, shape, ranks_along = placed.format, placed.stored_shape, placed.whole.device_mesh.shape
     for dim, size in enumerate(shape):
-        step = form.column_step if dim == len(shape) - 1 else 1
+        cuts_columns = dim == len(shape) - 1
         parts = [torch.arange(size, device="cpu")]
         for placement, cut, ranks in zip(placed.whole.placements, placed.stored_dims, ranks_along, strict=True):
             if cut == dim:
                 parts = [each for part in parts for each in _cut(part, placement, ranks)]
         for part in parts:
             sizes = (*shape[:dim], len(part), *shape[dim + 1 :])
-            whole_groups = step == 1 or all(border % step == 0 for run in _runs(part) for border in run)
+            whole_groups = not cuts_columns or all(can_cut_columns(form, size, *run) for run in _runs(part))
             if 0 in sizes or not whole_groups or form.fallback((*shape[:-1], sizes[-1])) != form:
                 raise _uncuttable(placed, sizes)
 

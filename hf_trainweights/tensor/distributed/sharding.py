@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from hf_trainweights.formats.cutting import cut_columns, join_columns
+from hf_trainweights.formats.cutting import can_cut_columns, cut_columns, join_columns
 from hf_trainweights.tensor.distributed.placements import local_tensor
 from hf_trainweights.tensor.held_tensor import HeldTensor
 
@@ -41,7 +41,10 @@ class ShardedTensor(HeldTensor):
     def can_be_cut(self, size: int) -> bool:
         """Return whether FSDP may give each rank `size` of the first dimension."""
         length = self.shape[0]
-        return not self.is_cut_by_columns or (size > 0 and length % size == 0 and size % self.format.column_step == 0)
+        if not self.is_cut_by_columns:
+            return True
+        parts = ((start, start + size) for start in range(0, length, max(1, size)))
+        return size > 0 and length % size == 0 and all(can_cut_columns(self.format, length, *part) for part in parts)
 
     def zeros(self, size: int) -> Self:
         """Return a shard of zeros whose first dimension is `size`, for which `can_be_cut`."""

@@ -4,6 +4,7 @@ import errno
 import os
 import threading
 import tracemalloc
+import warnings
 import zipfile
 
 import pytest
@@ -175,3 +176,16 @@ def test_an_old_file_that_claims_a_text_of_4_gigabytes_takes_no_more_memory_than
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_a_warning_of_torch_is_raised_as_it_is_where_the_caller_raises_warnings(tmp_path, monkeypatch):
+    def load(*_, **__):
+        warnings.warn("this may be slow", UserWarning, stacklevel=1)
+        return {}
+
+    torch.save({}, tmp_path / "file.pt")
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(UserWarning, match="this may be slow"):  # the tests have such filters
+        load_file(tmp_path / "file.pt")
+    with pytest.warns(UserWarning, match="this may be slow"):
+        assert load_file(tmp_path / "file.pt") == {}

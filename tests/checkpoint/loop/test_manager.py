@@ -209,6 +209,16 @@ def test_checkpoints_are_saved_when_due_and_the_last_are_kept(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_loop_that_goes_elsewhere_saves_where_it_began(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with CheckpointManager("run", every_steps=1) as manager:
+        for _step, _batch in manager.steps([1, 2], nn.Linear(2, 1)):
+            monkeypatch.chdir(tmp_path / "elsewhere")
+    assert [path.name for path in checkpoint_directories(tmp_path / "run")] == ["checkpoint-2", "checkpoint-1"]
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
 def test_checkpoints_that_a_killed_process_had_still_to_remove_go_at_the_next_start(tmp_path):
     Run()(tmp_path, every_steps=4, keep_last=None)
     directories = [path.name for path in checkpoint_directories(tmp_path)]

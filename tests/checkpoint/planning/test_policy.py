@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from trees import encoded_bytes, trained, write_anchor
+from trees import ADAM_SETTINGS, encoded_bytes, trained, write_anchor
 
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.codecs.exact import PlanesDelta
@@ -188,7 +188,7 @@ def test_other_optimizers_are_exact(mode, optimizer_name):
 )
 def test_what_only_resembles_adam_is_exact(change):
     values = {"step": torch.tensor(1.0), "exp_avg": W, "exp_avg_sq": W.clone()}
-    group = {"lr": 1e-3, "betas": (0.9, 0.99), "params": [0]}
+    group = {"lr": 1e-3, "betas": (0.9, 0.99), **ADAM_SETTINGS, "params": [0]}
     state = {"state": {0: values}, "param_groups": [group]}
     assert Policy("compact").plan_optimizer(state)["state", 0, "exp_avg"].role == "exp_avg"
     change(values, group)

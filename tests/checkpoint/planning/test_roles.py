@@ -12,7 +12,7 @@ import torch
 from checkpoint.loops import Net
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from trees import fingerprint
+from trees import ADAM_SETTINGS, fingerprint
 
 from hf_trainweights.checkpoint.directory import compress_directory
 from hf_trainweights.checkpoint.planning.roles import (
@@ -27,7 +27,7 @@ from hf_trainweights.checkpoint.planning.roles import (
 
 MOMENT = torch.linspace(-1.0, 1.0, 6400).view(80, 80)
 ADAM = {"step": torch.tensor(3.0), "exp_avg": MOMENT, "exp_avg_sq": MOMENT.square()}
-GROUP: dict[str, Any] = {"params": [0], "lr": 1e-3, "betas": (0.9, 0.99), "param_names": ["w"]}
+GROUP: dict[str, Any] = {"params": [0], "lr": 1e-3, "betas": (0.9, 0.99), **ADAM_SETTINGS, "param_names": ["w"]}
 
 OTHERS: dict[str, dict[str, Any]] = {
     "groups are no list": {"param_groups": {"a": 1}},
@@ -82,7 +82,7 @@ def test_a_state_that_is_not_adams_does_not_stop_a_lossy_mode(kind: str, tmp_pat
 
 def test_the_names_that_an_optimizer_records_serve_a_lossy_mode(tmp_path: Path) -> None:
     assert recorded_names(optimizer()) == {0: "w"}
-    quick = {"state": {0: ADAM}, "param_groups": [GROUP | {"lr": 10.0}]}
+    quick = {"state": {0: ADAM}, "param_groups": [GROUP | {"lr": 0.1}]}
     compressed(tmp_path, quick, "compact")
     weight = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)["w"]
     assert not torch.equal(weight, MOMENT)  # its moments, found by its name, say how far it drifts

@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from trees import ADAM_SETTINGS
 
 from hf_trainweights.checkpoint.directory import collect_garbage, latest
 from hf_trainweights.checkpoint.encoded.decoder import Anchor
@@ -60,7 +61,7 @@ def report_of(manifest, name="w"):
 def adam(lr, *, steps=50, seed=1):
     moment = torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
     state = {"step": torch.tensor(float(steps)), "exp_avg": 0.1 * moment, "exp_avg_sq": moment.square()}
-    return {"state": {0: state}, "param_groups": [{"lr": lr, "betas": (0.9, 0.999), "params": [0]}]}
+    return {"state": {0: state}, "param_groups": [{"lr": lr, "betas": (0.9, 0.999), **ADAM_SETTINGS, "params": [0]}]}
 
 
 @pytest.mark.slow
@@ -436,7 +437,7 @@ def test_second_moments_are_found_by_name_and_only_those_of_adam():
         {"state": {0: {"momentum_buffer": torch.ones(2)}}, "param_groups": [{"lr": 0.1, "params": [0]}]},
         {
             "state": {0: {"exp_avg": torch.ones(2) * 1j, "exp_avg_sq": torch.ones(2) * 1j, "step": 1}},
-            "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0]}],
+            "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), **ADAM_SETTINGS, "params": [0]}],
         },
     ],
 )
@@ -449,3 +450,18 @@ def test_moments_that_are_all_zero_mean_no_drift():
     optimizer["state"][0]["exp_avg"].zero_()
     optimizer["state"][0]["exp_avg_sq"].zero_()
     assert expected_drift_rms(optimizer, {0: "w"}) == {"w": 0.0}
+
+
+@pytest.mark.parametrize("options", [{"eps": 1.0}, {"eps": 1e-3}, {"amsgrad": True}], ids=str)
+def test_drift_is_that_of_the_optimizers_own_settings(options):
+    torch.manual_seed(0)
+    weight = torch.zeros(SHAPE, requires_grad=True)
+    optimizer = torch.optim.AdamW([weight], lr=1e-3, weight_decay=0.0, betas=(0.9, 0.9), **options)
+    for step in range(140):
+        # The first gradients are so large that with amsgrad they decide the divisor of all later steps.
+        weight.grad = torch.randn(SHAPE) * (1e-2 if step >= 5 else 1.0)
+        optimizer.step()
+        if step == 99:
+            before = weight.detach().clone()
+    drift = expected_drift_rms(optimizer.state_dict(), {0: "w"}, 40)
+    assert drift == {"w": pytest.approx((weight - before).square().mean().sqrt().item(), rel=0.25)}

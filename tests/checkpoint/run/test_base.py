@@ -11,6 +11,7 @@ import pytest
 import torch
 from bases import COMMIT, REPOSITORY, forget_directories
 from checkpoint.trainers import assert_equal, build, trainer_of, weights
+from covering import exhaustive
 from huggingface_hub import constants
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -168,3 +169,62 @@ def test_a_plain_loop_saves_against_a_path_and_keeps_it(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "run", every_steps=1) as manager:
         manager.steps([], again)
     assert torch.equal(again.weight, model.weight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["run", *exhaustive("run/checkpoint-2", "link", "relative")])
+def test_a_base_that_its_own_run_may_write_over_is_kept(
+    pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "run"
+    shutil.copytree(pretrained, tmp_path / "run" / "checkpoint-2" if place == "run/checkpoint-2" else run)
+    (tmp_path / "link").symlink_to(run)
+    model = load(Path("run") if place == "relative" else tmp_path / place)
+    callback = TrainWeightsCheckpointCallback(anchor="base")
+    trainer, _ = trainer_of(run, callback, model=model, max_steps=4, save_steps=2 if place != "run/checkpoint-2" else 4)
+    trainer.train()
+    trainer.save_model()
+    shutil.rmtree(run / "checkpoint-2")
+    reader._base_directories.clear()
+    checkpoint = Path(latest(run) or "")
+    assert read_manifest(checkpoint).keeps_base
+    assert_equal(torch.load(checkpoint / "pytorch_model.bin"), weights(trainer))
+
+
+@pytest.mark.slow
+def test_a_base_beside_the_run_is_not_kept(pretrained: Path, tmp_path: Path) -> None:
+    mine = shutil.copytree(pretrained, tmp_path / "run" / "base")
+    trainer_of(tmp_path / "run", TrainWeightsCheckpointCallback(anchor="base"), model=load(mine), max_steps=2)[
+        0
+    ].train()
+    manifest = read_manifest(tmp_path / "run" / "checkpoint-2")
+    assert manifest.base is not None
+    assert not manifest.keeps_base
+
+
+@pytest.mark.slow
+def test_the_base_is_sought_for_each_model_and_once_for_a_training_that_begins_again(
+    pretrained: Path, tmp_path: Path
+) -> None:
+    base = RunBase("base", keep=False)
+    mine = shutil.copytree(pretrained, tmp_path / "mine")
+    for path in (pretrained, mine, pretrained):
+        base.find(load(path))
+        assert base.choice == BaseChoice(path)
+    model = load(pretrained)
+    model.save_pretrained(pretrained.with_name("a" * 40))
+    model.config._name_or_path = REPOSITORY
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    model.save_pretrained(pretrained.with_name("b" * 40))
+    base.find(model)
+    assert base.choice == BaseChoice(pretrained.with_name("b" * 40))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    base.find(model)
+    assert base.choice == BaseChoice(pretrained.with_name("b" * 40))
+    with pytest.raises(ConfigError, match="a model with a base"):
+        base.find(build())

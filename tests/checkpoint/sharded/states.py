@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
+from trees import ADAM_SETTINGS
 
 from hf_trainweights.distributed import TrainWeightsReader, TrainWeightsWriter
 
@@ -44,7 +45,7 @@ def whole_state(save: int = 0) -> dict[str, Any]:
         second = torch.rand(shape, generator=noise) * 1e-6
         first = second.sqrt() * torch.randn(shape, generator=noise)
         states[name] = {"step": torch.tensor(save + 1.0), "exp_avg": first.to(dtype), "exp_avg_sq": second.to(dtype)}
-    groups = [{"lr": 1e-3, "betas": list(BETAS), "params": TRAINED}]
+    groups = [{"lr": 1e-3, "betas": list(BETAS), **ADAM_SETTINGS, "params": TRAINED}]
     return {"model": model, "optim": {"state": states, "param_groups": groups}, "progress": {"save": save, "loss": 1.5}}
 
 

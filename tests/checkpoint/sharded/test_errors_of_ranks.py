@@ -17,7 +17,7 @@ import torch.distributed as dist
 from checkpoint.sharded_states import load_stock_trainer, save_as_trainer
 from covering import exhaustive
 from ranks import run_ranks
-from trees import fingerprint
+from trees import ADAM_SETTINGS, fingerprint
 
 from hf_trainweights.checkpoint import latest, verify_checkpoint
 from hf_trainweights.checkpoint.planning.policy import Policy
@@ -168,7 +168,7 @@ class FailsFor(disk.FileSystem):
 def state(step: int) -> dict[str, Any]:
     noise = torch.randn(64, 80, generator=torch.Generator().manual_seed(step))
     states = {"w": {"exp_avg": noise, "exp_avg_sq": noise.square(), "step": torch.tensor(float(step))}}
-    optimizer = {"state": states, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": ["w"]}]}
+    optimizer = {"state": states, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), **ADAM_SETTINGS, "params": ["w"]}]}
     return {"model": {"w": torch.ones(64, 80) + 1e-3 * noise}, "optimizer": optimizer}
 
 

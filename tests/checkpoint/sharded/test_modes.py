@@ -17,6 +17,7 @@ from checkpoint.sharded.states import BETAS, TRAINED, differing, leaves, load, s
 from covering import exhaustive
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from trees import ADAM_SETTINGS
 
 from hf_trainweights.checkpoint import verify_checkpoint
 from hf_trainweights.checkpoint.encoded import reader
@@ -140,7 +141,7 @@ def test_elements_that_never_had_a_gradient_keep_the_value_that_they_have_in_the
         noise[8:] = 0
         weight = torch.randn(64, 80, generator=torch.Generator().manual_seed(9)) + 1e-3 * number * noise
         states = {"w": {"exp_avg": noise, "exp_avg_sq": noise.square(), "step": torch.tensor(1000.0)}}
-        groups = [{"lr": 1e-5, "betas": list(BETAS), "params": ["w"]}]
+        groups = [{"lr": 1e-5, "betas": list(BETAS), **ADAM_SETTINGS, "params": ["w"]}]
         return {"model": {"w": weight}, "optim": {"state": states, "param_groups": groups}}
 
     found = []
@@ -158,7 +159,7 @@ def many(weights: int) -> dict[str, Any]:
     model = {f"{number}.weight": torch.full((64, 64), float(number)) for number in range(weights)}
     step = torch.tensor(9.0)
     states = {name: {"exp_avg": each * 1e-3, "exp_avg_sq": each, "step": step} for name, each in model.items()}
-    groups = [{"lr": 1e-3, "betas": list(BETAS), "params": list(model)}]
+    groups = [{"lr": 1e-3, "betas": list(BETAS), **ADAM_SETTINGS, "params": list(model)}]
     return {"model": model, "optim": {"state": states, "param_groups": groups}}
 
 
@@ -403,7 +404,8 @@ def test_a_flat_state_dict_of_an_optimizer_is_known_as_one(tmp_path: Path) -> No
     for name, values in state["optim"]["state"].items():
         flat |= {f"state.{name}.{key}": value for key, value in values.items()}
         flat[f"state.{name}.step"] = torch.tensor(1000.0)
-        flat |= {f"param_groups.{name}.lr": 1e-3, f"param_groups.{name}.betas": (0.9, 0.95)}
+        group = {"lr": 1e-3, "betas": (0.9, 0.95), **ADAM_SETTINGS}
+        flat |= {f"param_groups.{name}.{key}": value for key, value in group.items()}
     save(tmp_path / "0", {"model": state["model"], "optim": flat}, "compact")
     found = rows(tmp_path / "0")
     assert found["optim.state.up.weight.exp_avg"]["codec"] == "update-space"

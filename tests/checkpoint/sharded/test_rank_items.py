@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from trees import ADAM_SETTINGS
 
 from hf_trainweights.checkpoint.loop.training_state import save_training_state
 from hf_trainweights.checkpoint.planning.policy import LOSSY_MODES, Policy
@@ -146,14 +147,14 @@ def large_state(save_number: int) -> dict[str, Any]:
         first = second.sqrt() * torch.randn(768, 1024, generator=noise) * 0.3
         model[f"{number}.weight"] = weight
         states[f"{number}.weight"] = {"step": torch.tensor(100.0), "exp_avg": first, "exp_avg_sq": second}
-    groups = [{"lr": 1e-3, "betas": list(BETAS), "params": list(model)}]
+    groups = [{"lr": 1e-3, "betas": list(BETAS), **ADAM_SETTINGS, "params": list(model)}]
     return {"model": model, "optim": {"state": states, "param_groups": groups}}
 
 
 def save_as_one_process(path: Path, state: dict[str, Any], mode: str) -> None:
     names = dict(enumerate(state["model"]))
     states = {index: state["optim"]["state"][name] for index, name in names.items()}
-    groups = [{"lr": 1e-3, "betas": BETAS, "params": list(names)}]
+    groups = [{"lr": 1e-3, "betas": BETAS, **ADAM_SETTINGS, "params": list(names)}]
     checkpoint = {
         "model": state["model"],
         "optimizer": {"state": states, "param_groups": groups},

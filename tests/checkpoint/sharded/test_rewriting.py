@@ -18,7 +18,7 @@ from covering import by_default, exhaustive
 from ranks import outcomes_of_ranks, run_ranks
 from simulated_disk import FailingDisk
 from torch.utils._pytree import tree_map
-from trees import fingerprint
+from trees import ADAM_SETTINGS, fingerprint
 
 from hf_trainweights.checkpoint import collect_garbage, compress_directory, latest, restore_directory, verify_checkpoint
 from hf_trainweights.checkpoint.dcp.reader import ShardedContents
@@ -236,7 +236,7 @@ def test_a_checkpoint_that_lacks_its_anchor_is_passed_over_with_and_without_a_ma
 def one_weight(step: int) -> dict[str, Any]:
     noise = torch.randn(64, 80, generator=torch.Generator().manual_seed(step))
     states = {"w": {"exp_avg": noise, "exp_avg_sq": noise.square(), "step": torch.tensor(float(step))}}
-    optimizer = {"state": states, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": ["w"]}]}
+    optimizer = {"state": states, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), **ADAM_SETTINGS, "params": ["w"]}]}
     return {"model": {"w": torch.ones(64, 80) + 1e-3 * noise}, "optimizer": optimizer}
 
 

@@ -20,6 +20,7 @@ from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
     Trainer,
+    TrainerCallback,
     TrainerControl,
     TrainerState,
     TrainingArguments,
@@ -27,7 +28,7 @@ from transformers import (
 from trees import fingerprint
 
 from hf_trainweights import TrainWeightsCheckpointCallback
-from hf_trainweights.checkpoint.directory import compress_directory, latest, restore_directory
+from hf_trainweights.checkpoint.directory import compress_directory, find_checkpoints, latest, restore_directory
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from hf_trainweights.checkpoint.run.checkpoints import verify_checkpoint
@@ -346,3 +347,22 @@ def test_a_trial_of_a_search_leaves_the_checkpoints_of_another_run_alone(
         callback.on_save(args, state, TrainerControl(), model=model, optimizer=None)
     assert {file: file.read_bytes() for file in path.iterdir()} == before
     assert caplog.text.count("hyperparameter search are left") == 1
+
+
+def test_a_program_that_goes_elsewhere_after_a_save_has_small_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+
+    class Move(TrainerCallback):
+        def on_save(self, *_: Any, **__: Any) -> None:
+            monkeypatch.chdir(elsewhere)
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            monkeypatch.chdir(tmp_path)
+
+    monkeypatch.chdir(tmp_path)
+    trainer_of(Path("run"), TrainWeightsCheckpointCallback(), Move(), max_steps=4)[0].train()
+    assert [found.verified for found in find_checkpoints(tmp_path / "run")] == [True, True]
+    assert list(elsewhere.iterdir()) == []

@@ -148,14 +148,14 @@ def test_table_fits_80_columns() -> None:
 def test_results_of_a_training_are_shown_in_80_columns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     saved = tuple(SavedCheckpoint(step, "near-lossless", (1, 2, 3, 4), 0, 140, None) for step in (10, 20, 30))
     checkpoints = Checkpoints("near-lossless", saved, 20, (3.01, 2.99), 0.01)
-    speeds = (Speed("bfloat16", 200_000_000, 0.04), Speed("int8", 105_000_000, 0.02, 1.9, 2.0))
+    speeds = (Speed("bfloat16", 200_000_000, 0.04, 0.04), Speed("int8", 105_000_000, 0.02, 0.04, 1.9, 2.0))
     machine = "A processor of a very long name @ 2.50GHz, 2 cores"
     losses = tuple(3.0 for _ in range(30))
     result = dataclasses.replace(RESULT, losses=losses, machine=machine, speeds=speeds, checkpoints=checkpoints)
     monkeypatch.setattr(demo, "run_demo", lambda *args, **kwargs: result)
     done = run("demo", "--html", str(tmp_path / "demo.html"))
     assert max(map(len, done.stdout.splitlines())) <= 80
-    assert re.search(r"int8 .*105\.0 MB .*1\.90 .*20\.0 .*2\.00", done.stdout)
+    assert re.search(r"int8 .*105\.0 MB .*1\.90 .*20\.00 .*40\.00 .*2\.00", done.stdout)
     assert "3 near-lossless checkpoints: 420 bytes -> 30 bytes, 14.00x smaller" in done.stdout
     assert "Resumed from step 20, 2 steps later: loss 2.9900, without the break 3.0000" in done.stdout
     assert "tokens/s" not in done.stdout

@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from architectures import TEXT
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch import nn
+from transformers import PreTrainedTokenizerFast
 
 from hf_trainweights import TrainWeightsConfig, quantize_
 from hf_trainweights.errors import ConfigError
@@ -36,6 +41,17 @@ def test_what_is_no_text_is_refused(texts: Any) -> None:
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=2, n_layer=0, n_head=1, vocab_size=2))
     with pytest.raises(ConfigError, match="calibration: expected texts, found"):
         batches_of_texts(model, None, texts)  # type: ignore[arg-type]
+
+
+def test_texts_are_cut_at_the_positions_of_the_part_that_reads_them() -> None:
+    parts = [transformers.BertConfig(**{**TEXT, "max_position_embeddings": 8}) for _ in range(2)]
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*parts)
+    with torch.device("meta"):
+        model = transformers.EncoderDecoderModel(config)
+    words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    words.pre_tokenizer = Whitespace()
+    batches = batches_of_texts(model, PreTrainedTokenizerFast(tokenizer_object=words, pad_token="a"), ["a b " * 20])
+    assert {tuple(tensor.shape) for tensor in batches[0].values()} == {(1, 8)}
 
 
 MODELS = {

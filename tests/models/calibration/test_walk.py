@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from architectures import ARCHITECTURES, DECODER, TEXT, TOKENS, of_each_family
+from architectures import ARCHITECTURES, DECODER, TEXT, TOKENS, VISION, of_each_family
 from covering import exhaustive
 from cpus import ICE_LAKE
 from torch import Tensor, nn
@@ -307,15 +307,175 @@ def test_formats_for_a_budget_are_calibrated_too() -> None:
     assert summary.bits_per_weight < 16
 
 
-def test_a_cache_among_the_arguments_of_a_block_is_refused_and_changes_nothing() -> None:
-    model = a_llama()
-    before = list(model.parameters())
-    inputs = [{**batch, "use_cache": True} for batch in batches()]
-    with pytest.raises(
-        ConfigError, match="calibration: expected blocks that run without a cache, found a DynamicCache"
-    ):
+def test_a_cache_that_a_batch_asks_for_changes_nothing() -> None:
+    model, other = a_llama(), a_llama()
+    quantize_(model, CONFIG, calibration=[{**batch, "use_cache": True} for batch in batches(2)])
+    quantize_(other, CONFIG, calibration=batches(2))
+    assert torch.equal(outputs(model, batches(1)), outputs(other, batches(1)))
+
+
+def gemma3() -> tuple[transformers.PreTrainedModel, dict[str, Tensor]]:
+    vision = {**VISION, "num_hidden_layers": 1}
+    config = transformers.Gemma3Config(text_config={**DECODER, "head_dim": 16}, vision_config=vision)
+    return transformers.Gemma3ForConditionalGeneration(config), {}
+
+
+def encoder_decoder() -> tuple[transformers.PreTrainedModel, dict[str, Tensor]]:
+    encoder, decoder = (transformers.BertConfig(**{**TEXT, "num_hidden_layers": 1}) for _ in range(2))
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    return transformers.EncoderDecoderModel(config), {"decoder_input_ids": batches(1)[0]["input_ids"]}
+
+
+def xlm() -> tuple[transformers.PreTrainedModel, dict[str, Tensor]]:
+    # It makes a cache whatever it is asked.
+    return transformers.XLMModel(transformers.XLMConfig(vocab_size=96, emb_dim=64, n_layers=2, n_heads=4)), {}
+
+
+def blip() -> tuple[transformers.PreTrainedModel, dict[str, Tensor]]:
+    text = {**TEXT, "encoder_hidden_size": 64, "bos_token_id": 1, "sep_token_id": 2, "pad_token_id": 0}
+    config = transformers.BlipConfig(text_config=text, vision_config=VISION)
+    return transformers.BlipForConditionalGeneration(config), {"pixel_values": torch.randn(8, 3, 16, 16)}
+
+
+@pytest.mark.parametrize("make", [gemma3, *exhaustive(encoder_decoder, blip), xlm])
+def test_a_model_whose_parts_make_caches_is_calibrated_with_tokens(
+    make: Callable[[], tuple[transformers.PreTrainedModel, dict[str, Tensor]]],
+) -> None:
+    model, others = make()
+    configs = [part.config for part in model.modules() if isinstance(part, transformers.PreTrainedModel)]
+    before = [getattr(config, "use_cache", None) for config in configs]
+    summary = quantize_(model, CONFIG, calibration=[{**batch, **others} for batch in batches(2)])
+    assert summary.calibrated is not None
+    assert 0 < summary.calibrated.error_after < summary.calibrated.error_before
+    assert [getattr(config, "use_cache", None) for config in configs] == before
+    assert not any(part._forward_pre_hooks for part in model.modules())
+
+
+class TwoStacks(nn.Module):
+    """Reads tokens, and an image if there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision, self.text = (nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)]) for _ in range(2))
+
+    def forward(self, x: Tensor, image: Tensor | None = None) -> Tensor:
+        for layer in self.vision if image is not None else ():
+            image = layer(image).relu()
+        x = x if image is None else x + image
+        for layer in self.text:
+            x = layer(x).relu()
+        return x
+
+
+@pytest.mark.parametrize("with_image", [(True, False), (False, True), (False,) * 4 + (True,)], ids=str)
+def test_a_block_is_calibrated_with_the_batches_that_run_it(with_image: tuple[bool, ...]) -> None:
+    torch.manual_seed(0)
+    model = TwoStacks()
+    inputs = [{"x": torch.randn(64, 64), **({"image": torch.randn(64, 64)} if image else {})} for image in with_image]
+    summary = quantize_(model, CONFIG, calibration=inputs)
+    assert without(summary) == {}
+    assert summary.calibrated is not None
+    assert summary.calibrated.tokens == 64 * len(with_image)
+    assert all(0 < after < before for before, after in summary.calibrated.blocks.values())
+
+
+class InPlace(nn.Module):
+    """Changes its input, and that of its own layers after they have run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        hidden = self.first(x)
+        x.mul_(0.5).add_(shift)
+        shift.add_(1)
+        x += self.second(hidden.relu_())
+        return x
+
+
+class InPlaceModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([InPlace(), InPlace()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.data.mul_(2)
+        shift = x.new_ones(1)
+        for layer in self.layers:
+            x = layer(x, shift)
+        return x
+
+
+class OutOfPlace(InPlace):
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        return x * 0.5 + shift + self.second(self.first(x).relu())
+
+
+class OutOfPlaceModel(nn.Module):
+    """The same function of its input, which stays as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([OutOfPlace(), OutOfPlace()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2
+        for number, layer in enumerate(self.layers, start=1):
+            x = layer(x, x.new_full((1,), number))
+        return x
+
+
+def test_a_module_that_changes_its_input_is_calibrated_as_one_that_does_not() -> None:
+    torch.manual_seed(0)
+    model, other = InPlaceModel(), OutOfPlaceModel()
+    other.load_state_dict(model.state_dict())
+    inputs = [torch.randn(256, 64) for _ in range(2)]
+    before = [x.clone() for x in inputs]
+    summary, expected = (quantize_(module, CONFIG, calibration=inputs) for module in (model, other))
+    assert all(map(torch.equal, inputs, before))
+    assert summary.calibrated is not None
+    assert expected.calibrated is not None
+    assert summary.calibrated.error_after == pytest.approx(expected.calibrated.error_after, rel=1e-4)
+    assert summary.calibrated.error_before == pytest.approx(expected.calibrated.error_before, rel=1e-4)
+    assert torch.equal(model.layers[1].second.weight.dequantize(), other.layers[1].second.weight.dequantize())
+
+
+def test_a_budget_leaves_the_batches_as_they_are() -> None:
+    inputs = [torch.randint(2, 96, (4, 8))]
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.layer = nn.Embedding(96, 64), nn.Linear(64, 64)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            ids[:, 0] = 0
+            return self.layer(self.table(ids))
+
+    quantize_(Masked(), TrainWeightsConfig(bits=5), calibration=inputs)
+    assert (inputs[0] > 0).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_inputs_that_are_not_finite_are_refused_with_the_layer_s_name(value: float) -> None:
+    model = TwoStacks()
+    inputs = [{"x": torch.randn(8, 64)}, {"x": torch.full((8, 64), value)}]
+    with pytest.raises(ConfigError, match=r"finite inputs of the layer of text\.0\.weight"):
         quantize_(model, CONFIG, calibration=inputs)
-    assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
+    assert not any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters())
+
+
+def test_inputs_of_experts_that_are_not_finite_are_refused_with_the_layer_s_name() -> None:
+    model = ARCHITECTURES["mixtral"].build()
+
+    def spoil(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (args[0] * float("inf"), *args[1:])
+
+    hooked = model.model.layers[1].mlp.experts.register_forward_pre_hook(spoil)
+    with pytest.raises(ConfigError, match=r"layer of model\.layers\.1\.mlp\.experts\.gate_up_proj"):
+        quantize_(model, CONFIG, calibration=batches(1))
+    hooked.remove()
 
 
 def test_an_error_in_a_later_batch_changes_nothing() -> None:

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
     GptOssConfig,
@@ -27,12 +29,13 @@ from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from transformers.pytorch_utils import Conv1D
 
-from hf_trainweights import TrainWeightsConfig, quantize_
+from hf_trainweights import TrainWeightsConfig, quantize_, summary
+from hf_trainweights.errors import QuantizationError
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.models.choosing.config_values import listed
-from hf_trainweights.models.choosing.selection import choose, survey
+from hf_trainweights.models.choosing.selection import LAST_WITH_BIAS, choose, survey
 from hf_trainweights.models.choosing.summary import Choice
 
 SIDE = {"layers": 1, "attention_heads": 2, "ffn_dim": 64}
@@ -449,3 +452,29 @@ def test_survey_tells_what_is_not_as_configured() -> None:
     ]
     assert summary.bytes_after == 8 * 32 + 8 * 2 * 4 + 8 * 64 + 8 * 4 + 8 * 64 * 4
     assert summary.bytes_before == 3 * 8 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nn.LazyLinear(8), lambda: nn.Sequential(nn.Linear(64, 8), nn.LazyConv1d(4, 3))]
+)
+@pytest.mark.parametrize("ask", [choose, lambda module, config: summary(module)], ids=["choose", "summary"])
+def test_a_lazy_layer_that_no_inputs_have_reached_is_refused(make: Callable[[], nn.Module], ask: Any) -> None:
+    with pytest.raises(QuantizationError, match=r"a weight with a shape .* Run the module on inputs once"):
+        ask(make(), INT4)
+
+
+def test_a_last_layer_with_a_bias_is_quantized_and_the_summary_says_so() -> None:
+    values = {
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    with torch.device("meta"):
+        model = BertForSequenceClassification(BertConfig(**values))
+    reasons = {name: choice.reason for name, choice in choices(model).items() if choice.format is not None}
+    assert reasons.pop("classifier.weight") == LAST_WITH_BIAS
+    assert set(reasons.values()) == {""}
+    left = TrainWeightsConfig("int4", group_size=32, modules_to_not_convert=["classifier"])
+    assert outcomes(model, left)["classifier.weight"] == "in modules_to_not_convert"

@@ -11,24 +11,26 @@ import accelerate
 import pytest
 import torch
 from architectures import ARCHITECTURES
+from checkpoint.trainers import assert_equal
+from covering import exhaustive
 from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import Transpose, WeightConverter
+from transformers.core_model_loading import Transpose, WeightConverter, WeightRenaming
+from transformers.trainer_utils import load_sharded_checkpoint
 
-from hf_trainweights import TrainWeightsConfig, export_compressed_tensors, quantize_
+from hf_trainweights import QuantizedTensor, TrainWeightsConfig, export_compressed_tensors, quantize_
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.models.host.checkpoints import (
     checkpoint_tensors,
-    converted_names,
-    drop_conversions,
     load_offloaded,
     names_not_saved,
-    restore_merging,
+    restore_conversions,
     save_remote_code,
     writing_files_by,
 )
+from hf_trainweights.models.host.module_names import converted_names
 from hf_trainweights.models.loading.conversion import TrainWeightsDeserialize
 
 EXPERTS = "model.layers.1.mlp.experts"
@@ -44,19 +46,12 @@ def reloaded(name: str, directory: Path) -> PreTrainedModel:
     return load(directory / "quantized")
 
 
-def has_ours(conversions: Any) -> bool:
-    operations = [op for conversion in conversions for op in getattr(conversion, "operations", ())]
-    return any(isinstance(op, TrainWeightsDeserialize) for op in operations)
-
-
 @pytest.mark.slow
-def test_a_model_keeps_its_converters_and_forgets_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_trainweights.models.quantizer.drop_conversions", lambda *_: None)
-    model = reloaded("qwen3_moe", tmp_path)
-    assert has_ours(model._weight_conversions)
-    others = [each for each in model._weight_conversions if not has_ours([each])]
-    drop_conversions(model, TrainWeightsDeserialize)
-    assert model._weight_conversions == others
+def test_a_model_does_not_keep_our_converter_which_has_no_inverse(tmp_path: Path) -> None:
+    conversions: Any = reloaded("qwen3_moe", tmp_path)._weight_conversions
+    operations = [op for conversion in conversions for op in getattr(conversion, "operations", ())]
+    assert operations
+    assert not any(isinstance(op, TrainWeightsDeserialize) for op in operations)
 
 
 @pytest.mark.slow
@@ -64,15 +59,9 @@ def test_a_reloaded_model_knows_that_checkpoints_keep_experts_one_by_one(tmp_pat
     model = reloaded("qwen3_moe", tmp_path)
     weight = torch.empty(model.get_parameter(f"{EXPERTS}.down_proj").shape, device="meta")
     assert len(checkpoint_tensors(model, {f"{EXPERTS}.down_proj": weight})) == 4
-    before = list(model._weight_conversions)
-    restore_merging(model)
-    assert model._weight_conversions == before
-
-
-def test_a_model_that_was_not_loaded_has_no_converters_to_forget() -> None:
-    model = ARCHITECTURES["llama"].build()
-    drop_conversions(model, TrainWeightsDeserialize)
-    assert not hasattr(model, "_weight_conversions")
+    before = [each.source_patterns for each in model._weight_conversions]
+    restore_conversions(model, [])
+    assert [each.source_patterns for each in model._weight_conversions] == before
 
 
 def test_experts_get_the_names_of_a_checkpoint_one_by_one() -> None:
@@ -109,6 +98,72 @@ def test_modules_that_transformers_does_not_convert_have_no_converted_names(tmp_
     assert converted_names(quantized) == set()
     model.add_adapter(LoraConfig(target_modules=["query_key_value"]))
     assert converted_names(model) == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_shards", [True, False])
+@pytest.mark.parametrize(
+    ("name", "in_float"),
+    [
+        ("mixtral", "re:.*down_proj"),
+        *exhaustive(("deepseek_v3", "re:.*experts.gate_up_proj"), ("vit", "re:.*fc1"), ("gpt_neox", "re:.*dense")),
+    ],
+)
+def test_a_quantized_model_takes_what_its_own_files_rename_split_and_merge(
+    tmp_path: Path, name: str, in_float: str, in_shards: bool
+) -> None:
+    model = ARCHITECTURES[name].build()
+    quantize_(model, TrainWeightsConfig("int8", modules_to_not_convert=[in_float]))
+    model.save_pretrained(tmp_path, max_shard_size="20KB" if in_shards else "1GB")
+    expected = values(model)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            for stored in tensor.tensors.values() if isinstance(tensor, QuantizedTensor) else [tensor]:
+                stored.zero_()
+    if in_shards:
+        assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+        load_sharded_checkpoint(model, str(tmp_path), strict=False)
+    else:
+        result = model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
+        assert result.unexpected_keys == []
+    assert_equal(values(model), expected)
+
+
+@pytest.mark.slow
+def test_a_renaming_that_leads_astray_by_the_base_models_prefix_is_followed_as_a_load_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ARCHITECTURES["llama"].build()
+    quantize_(model, "int8")
+    model.save_pretrained(tmp_path)
+    expected = values(model)
+    everything_below = [WeightRenaming("^", "model.")]
+    monkeypatch.setattr(model, "_weight_conversions", everything_below, raising=False)
+    tensors = {name.removeprefix("model."): each for name, each in load_file(tmp_path / "model.safetensors").items()}
+    torch.nn.init.zeros_(model.get_parameter("lm_head.weight"))
+    torch.nn.init.zeros_(model.get_parameter("model.norm.weight"))
+    assert model.load_state_dict(tensors, strict=False).unexpected_keys == []
+    assert_equal(values(model), expected)
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor.clone()
+        for name, tensor in model.state_dict().items()
+    }
+
+
+@pytest.mark.slow
+def test_a_model_takes_the_files_of_one_that_named_its_weights_otherwise(tmp_path: Path) -> None:
+    model = ARCHITECTURES["mixtral"].build()
+    quantize_(model, "int8")
+    gate = "model.layers.1.mlp.gate.weight"
+    expected = model.get_parameter(gate).detach().clone()
+    for original in (True, False):
+        model.save_pretrained(tmp_path, save_original_format=original)
+        torch.nn.init.zeros_(model.get_parameter(gate))
+        model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
+        assert torch.equal(model.get_parameter(gate), expected)
 
 
 def test_names_that_transformers_does_not_save_are_told() -> None:

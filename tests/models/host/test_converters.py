@@ -137,7 +137,7 @@ def test_a_wrapped_converter_keeps_patterns_scope_and_place() -> None:
 def test_a_copied_converter_does_the_same_for_a_weight_of_its_own(kind: str) -> None:
     merge = WeightConverter(["x.*.a", "x.*.b"], "x.c", [MergeModulelist(dim=0), Concatenate(dim=1)], force_cpu=True)
     merge.scope_prefix, merge.base_model_prefix = "text", "model"
-    stored = make_converter(["_weight_qdata", "_weight_scale"], "weight", Operation())
+    stored = make_converter(lambda name: None, ("qdata", "scale"), Operation())
     original = stored if kind == "stored tensors" else offer_before_merging(merge)
     copies = [copy.deepcopy(original) for _ in range(2)]
     for number, copied in enumerate(copies):
@@ -146,7 +146,7 @@ def test_a_copied_converter_does_the_same_for_a_weight_of_its_own(kind: str) -> 
         copied.quantization_operation = Operation()
     own = {"collected_tensors", "layer_targets", "quantization_operation"}
     for copied in copies:
-        for attribute in {*WeightTransform.__slots__, *WeightConverter.__slots__} - own:
+        for attribute in {*WeightTransform.__slots__, *WeightConverter.__slots__, *type(original).__slots__} - own:
             assert getattr(copied, attribute) == getattr(original, attribute)
     assert [list(copied.layer_targets) for copied in copies] == [["target 0"], ["target 1"]]
     assert all(len(copied.collected_tensors[original.source_patterns[0]]) == 1 for copied in copies)

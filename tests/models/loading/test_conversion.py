@@ -187,7 +187,7 @@ def test_deserialize_shows_the_dtype_of_the_skeleton_and_leaves_scales_alone(
     state: LoadState, dtype: torch.dtype
 ) -> None:
     weight = QuantizedTensor.quantize(torch.randn(4, 8), state.default)
-    stored = {"_weight_qdata": [weight.qdata], "_weight_scale": weight.scale}
+    stored = {":qdata": [weight.qdata], ":scale": weight.scale}
     model = small_model().to(dtype)
     loaded = TrainWeightsDeserialize(state).convert(stored, model=model, full_layer_name="1.weight", config=None)
     assert isinstance(loaded["1.weight"], QuantizedTensor)

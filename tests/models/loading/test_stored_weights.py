@@ -124,7 +124,7 @@ def test_a_truncated_bin_file_is_named(tmp_path: Path, kept: float) -> None:
     ],
 )
 # To write a TorchScript file, and to hand one to torch.load, is what one case is about.
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*TorchScript archive:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*TorchScript archive:UserWarning")
 def test_a_bin_that_is_no_dict_of_tensors_is_refused(tmp_path: Path, write_other: Callable[[Path], object]) -> None:
     file = tmp_path / "pytorch_model.bin"
     write_other(file)

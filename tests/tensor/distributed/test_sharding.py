@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from weights import FORMS, KINDS, quantized_weight, same_stored
+from weights import FORMS, KINDS, Packed, quantized_weight, same_stored
 
 from hf_trainweights import QuantizedTensor, dequantize_
 from hf_trainweights.errors import UnsupportedError
@@ -336,6 +336,37 @@ def cut_within_a_group(rank: int) -> str:
     with pytest.raises(UnsupportedError, match="whole groups of 128 columns") as caught:
         fully_shard(Transposed("int4"), mesh=mesh_of_all())
     return str(caught.value)
+
+
+class Words(nn.Module):
+    """A layer that keeps its weight `[K, N]`, of which 16 columns share a word although its format does not say so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = QuantizedTensor.quantize(
+            torch.randn(48, 6, generator=torch.Generator().manual_seed(0)), Packed(), True
+        )
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def cut_within_a_word(rank: int) -> None:
+    del rank
+    with pytest.raises(UnsupportedError, match="parts of equal size, and of whole groups"):
+        fully_shard(Words(), mesh=mesh_of_all())
+
+
+def cut_between_words(rank: int) -> None:
+    del rank
+    whole, spread, x = Words(), fully_shard(Words(), mesh=mesh_of_all()), torch.randn(5, 48)
+    assert torch.equal(whole(x), spread(x))
+
+
+@pytest.mark.parametrize(("world_size", "body"), [(2, cut_within_a_word), (3, cut_between_words)])
+def test_a_weight_whose_columns_share_words_is_cut_between_these(world_size: int, body: Callable[[int], None]) -> None:
+    run_ranks(world_size, body)
 
 
 def test_a_weight_that_ranks_cannot_share_by_groups_is_refused_on_every_rank() -> None:

@@ -1,0 +1,96 @@
+"""The configuration of a model that no single call has quantized: it is made of parts that were.
+
+It names the format of every weight, or that the weight is float. So the model loads and saves itself like any other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+
+from torch import nn
+
+from hf_trainweights.formats.base import Format
+from hf_trainweights.models.choosing.config import TrainWeightsConfig
+from hf_trainweights.models.choosing.config_values import shortest
+from hf_trainweights.models.choosing.selection import AS_SAVED, LEFT_AS_SAVED, choose, is_weight
+from hf_trainweights.models.choosing.summary import Choice
+from hf_trainweights.tensor.distributed.placements import local_tensor
+from hf_trainweights.tensor.modules import is_quantized
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+
+# Arguments of a configuration that the format of all weights may have as its parameters.
+_PARAMETERS = ("format", "group_size", "activations", "column_scale", "bits")
+
+
+def is_described(module: nn.Module, config: TrainWeightsConfig) -> bool:
+    """Return whether a configuration names the format of every weight of a module, and leaves out the float ones."""
+    return not any(_is_other(choice) for choice in choose(module, config).tensors)
+
+
+def describe(module: nn.Module, configs: Sequence[TrainWeightsConfig]) -> TrainWeightsConfig:
+    """Return a configuration that names the format of every weight of a module, and leaves out the float ones.
+
+    `configs` are those of its parts. The whole has the origin of the weights on which they agree.
+    """
+    weights = dict(module.named_parameters())
+    formats = {name: held.format for name, weight in weights.items() if (held := _quantized(weight)) is not None}
+    sizes: Counter[Format] = Counter()
+    for name, form in formats.items():
+        sizes[form] += weights[name].numel()
+    config = _of_format(sizes.most_common(1)[0][0], configs)
+    with_embeddings = config.but(include_embeddings=True)
+    if _count_left(module, with_embeddings) < _count_left(module, config):
+        config = with_embeddings
+    others = [choice for choice in choose(module, config).tensors if _is_other(choice)]
+    names = {choice.name: formats.get(choice.name) for choice in others}
+    overrides, float_names = {}, [name for name, form in names.items() if form is None]
+    quantizable = _quantizable(module)
+    for form in dict.fromkeys(form for form in names.values() if form is not None):
+        own = {name for name, own_format in names.items() if own_format == form}
+        overrides |= dict.fromkeys(_fewest_modules(own, quantizable - own), shortest(form))
+    left_out = _fewest_modules(float_names, formats)
+    return config.but(overrides=overrides, modules_to_not_convert=left_out or None)
+
+
+def _of_format(form: Format, configs: Sequence[TrainWeightsConfig]) -> TrainWeightsConfig:
+    """Return a configuration of one format for all weights, with the origin on which other configurations agree."""
+    values = {name: value for name, value in form.get_config().items() if name in _PARAMETERS}
+    origins = {(config.base_model, config.calibration_sha256) for config in configs}
+    base_model, calibration_sha256 = origins.pop() if len(origins) == 1 else (None, None)
+    compress = any(config.compress for config in configs)
+    return TrainWeightsConfig(**values, compress=compress, base_model=base_model, calibration_sha256=calibration_sha256)
+
+
+def _is_other(choice: Choice) -> bool:
+    """Return whether a weight of a module has another format than its choice names."""
+    if is_quantized(choice.weight):
+        return choice.reason in (AS_SAVED, LEFT_AS_SAVED)
+    return choice.format is not None
+
+
+def _count_left(module: nn.Module, config: TrainWeightsConfig) -> int:
+    return sum(choice.reason == LEFT_AS_SAVED for choice in choose(module, config).tensors)
+
+
+def _quantized(weight: nn.Parameter) -> QuantizedTensor | None:
+    held = local_tensor(weight)
+    return held if isinstance(held, QuantizedTensor) else None
+
+
+def _quantizable(module: nn.Module) -> set[str]:
+    """Return the names of all parameters that an override could quantize."""
+    owners = dict(module.named_modules(remove_duplicate=False))
+    split = ((name, *name.rpartition(".")[::2], parameter) for name, parameter in module.named_parameters())
+    return {name for name, owner, leaf, parameter in split if is_weight(owners[owner], leaf, parameter)}
+
+
+def _fewest_modules(names: Iterable[str], others: Collection[str]) -> list[str]:
+    """Return selectors of the outermost modules that hold some parameters and none of others."""
+    selectors: list[str] = []
+    for name in names:
+        parts = name.removesuffix(".weight").split(".")
+        prefixes = (".".join(parts[:count]) for count in range(1, len(parts)))
+        free = (prefix for prefix in prefixes if not any(f".{prefix}." in f".{other}." for other in others))
+        selectors.append(next(free, ".".join(parts)))
+    return list(dict.fromkeys(selectors))

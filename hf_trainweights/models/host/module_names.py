@@ -1,0 +1,132 @@
+"""The names that tensors have in the files of a model, and those of its modules, for who loads a state dict himself."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_trainweights.models.host import private
+from hf_trainweights.models.host.checkpoints import WeightConverter, checkpoint_tensors
+from hf_trainweights.models.host.models import base_prefix, has_adapters
+from hf_trainweights.tensor.guards import is_guard, name_for_transformers, name_in_file
+from hf_trainweights.tensor.stored_names import parse_stored_name
+
+
+def converted_names(module: nn.Module) -> set[str]:
+    """Return the names in a model's files whose tensors are renamed, split, merged or transposed ones of the modules.
+
+    There are none for a quantized model, whose `ModuleNames` undo all this, for one that saves its adapters alone, and
+    for one that is none of Transformers.
+    """
+    if not isinstance(module, PreTrainedModel) or getattr(module, "hf_quantizer", None) or has_adapters(module):
+        return set()
+    state = _float_state(module)
+    return {name for name, tensor in checkpoint_tensors(module, state).items() if state.get(name) is not tensor}
+
+
+def renamed_tensors(module: nn.Module) -> dict[str, str]:
+    """Return the module's name of each float tensor that a quantized model's files rename, by its name in the files.
+
+    A tensor that they split, merge or transpose has none.
+    """
+    if not isinstance(module, PreTrainedModel) or not getattr(module, "hf_quantizer", None) or has_adapters(module):
+        return {}
+    state = _float_state(module)
+    names = {id(tensor): name for name, tensor in state.items()}
+    saved = {name: names.get(id(tensor), name) for name, tensor in checkpoint_tensors(module, state).items()}
+    return {name: own for name, own in saved.items() if name != own}
+
+
+def _float_state(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the tensors of a model on the meta device, but for those of a class of their own: quantized weights."""
+    return {name: tensor.to("meta") for name, tensor in model.state_dict().items() if type(tensor) is Tensor}
+
+
+class ModuleNames:
+    """A load_state_dict pre-hook by which a model takes tensors that its own files rename, split or merge.
+
+    A Trainer resumes by `model.load_state_dict(tensors, strict=False)`, shard by shard, and would otherwise leave these
+    at their starting values. Tensors that make one together wait until all of them have come.
+    """
+
+    def __init__(self) -> None:
+        # By the first tensor that is made of them: the converter, and the pattern and tensor by the name in files.
+        self._waiting: dict[str, tuple[WeightConverter, dict[str, tuple[str, Any]]]] = {}
+
+    def __call__(self, module: PreTrainedModel, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Replace tensors that no module has by those that a load from files makes of them, in place."""
+        tensors = {key.removeprefix(prefix): tensor for key, tensor in state_dict.items() if key.startswith(prefix)}
+        names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        names |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+        unknown, prefix_of_base = {name for name in tensors if _weight_of(name) not in names}, base_prefix(module)
+        for conversions in _conversions_of(module) if unknown else ():
+            for name in sorted(unknown, key=private("core_model_loading", "dot_natural_key")):
+                target, converter, pattern = _made_of(name, tensors[name], conversions)
+                # A load takes the base model's prefix away, or puts it there, where that makes a name of the model.
+                others = (target.removeprefix(prefix_of_base), prefix_of_base + target) if converter is None else ()
+                target = next((each for each in (target, *others) if _weight_of(each) in names), None)
+                if target is None:
+                    continue
+                unknown.remove(name)
+                tensor = state_dict.pop(prefix + name)
+                if converter is None:
+                    state_dict[prefix + target] = tensor
+                    continue
+                if target not in self._waiting:
+                    self._waiting[target] = copy.deepcopy(converter), {}
+                self._waiting[target][1][name] = pattern, tensor
+            for target in self._complete(module, conversions):
+                state_dict |= {prefix + name: tensor for name, tensor in self._convert(module, target).items()}
+
+    def _complete(self, model: PreTrainedModel, conversions: Sequence[Any]) -> list[str]:
+        """Return the waiting targets of which all tensors have come."""
+        if not self._waiting:
+            return []
+        saved = checkpoint_tensors(model, _float_state(model))
+        counts = Counter(_made_of(name, tensor, conversions)[0] for name, tensor in saved.items())
+        return [target for target, (_, parts) in self._waiting.items() if len(parts) == counts[target]]
+
+    def _convert(self, model: PreTrainedModel, target: str) -> dict[str, Tensor]:
+        """Return the tensors that are made of those that waited for a target."""
+        converter, parts = self._waiting.pop(target)
+        for name in sorted(parts, key=private("core_model_loading", "dot_natural_key")):
+            converter.add_tensor(target, name, *parts[name])
+        made: dict[str, Any] = converter.convert(target, model=model, config=model.config)
+        return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+
+
+def _weight_of(name: str) -> str:
+    """Return the name of the weight that a tensor of a file belongs to, its own name if it is no stored tensor."""
+    return (parse_stored_name(name) or (name,))[0]
+
+
+def _conversions_of(model: PreTrainedModel) -> Iterator[list[Any]]:
+    """Yield copies of the conversions that a save of a model reverts, then those of its class: they note their use."""
+    used: list[Any] | None = getattr(model, "_weight_conversions", None)
+    if used:
+        yield copy.deepcopy(used)
+    yield private("conversion_mapping", "get_model_conversion_mapping")(model)
+
+
+def _made_of(name: str, tensor: Tensor, conversions: Sequence[Any]) -> tuple[str, WeightConverter | None, str]:
+    """Return the first tensor that is made of one of a file, and if a converter makes it a new one and its pattern.
+
+    Stored tensors of quantized weights, and guards, are renamed alone.
+    """
+    renamed = name_for_transformers(name) if is_guard(tensor) else name
+    for renaming in conversions:
+        if not isinstance(renaming, WeightConverter):
+            renamed, _ = renaming.rename_source_key(renamed)
+    if is_guard(tensor) or parse_stored_name(renamed):
+        return name_in_file(renamed), None, ""
+    for converter in conversions:
+        if isinstance(converter, WeightConverter):
+            target, pattern = converter.rename_source_key(renamed)
+            if pattern is not None:
+                return target, converter, pattern
+    return renamed, None, ""

@@ -1,0 +1,197 @@
+"""The stored tensors of quantized weights between Transformers' renamings and converters, both ways.
+
+A renaming fits their names as it fits those of float weights. A converter does not: it would join the codes of several
+weights, or transpose them. So a save renames stored tensors and converts float tensors alone, and a load takes stored
+tensors out before any converter of the model sees them.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hf_trainweights.models.host import private, unsupported
+from hf_trainweights.models.host.models import base_prefix
+from hf_trainweights.tensor.stored_names import parse_stored_name, stored_name, stored_suffixes
+
+try:
+    from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
+except ImportError as error:
+    raise unsupported("transformers.core_model_loading") from error
+
+
+class StoredNames:
+    """The parameters of a model that the stored tensors of a checkpoint belong to.
+
+    A renaming may not fit a stored name, or fit a name that needs none. Transformers then loads a float tensor by its
+    own name, and so does this class.
+
+    Args:
+        model: The model, or its skeleton.
+        conversions: The renamings and converters of the load.
+        weights: The names that quantized weights have in the checkpoint.
+    """
+
+    def __init__(self, model: PreTrainedModel, conversions: Iterable[Any], weights: Iterable[str] = ()):
+        tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        self._own = {name for name, _ in tensors}
+        self._prefix = base_prefix(model)
+        # Copies: a save reverts the renamings that the load itself has used.
+        self._renamings = [copy.deepcopy(each) for each in conversions if isinstance(each, WeightRenaming)]
+        self._weights = tuple(weights)
+
+    def find(self, renamed_key: str) -> tuple[str, str] | None:
+        """Return parameter and suffix of a stored tensor by its renamed name; None for the name of a float tensor."""
+        if renamed_key in self._own:
+            return None
+        parsed = parse_stored_name(renamed_key)
+        if parsed is not None and self._own_name(parsed[0]) is not None:
+            return parsed
+        return self._elsewhere.get(renamed_key, parsed)
+
+    def parameter_of_stored(self, key: str) -> str | None:
+        """Return the parameter that a stored tensor belongs to by its name in a checkpoint; None if there is none."""
+        parsed, renamed = parse_stored_name(key), parse_stored_name(self._rename(key))
+        candidates = [renamed[0]] if renamed else []
+        if parsed is not None:
+            candidates += [self._rename(parsed[0]), parsed[0]]
+        return next((own for own in map(self._own_name, candidates) if own is not None), None)
+
+    def parameter_of_float(self, key: str) -> str | None:
+        """Return the parameter that a float tensor is loaded into by its name in a checkpoint."""
+        return self._own_name(self._rename(key)) or self._own_name(key)
+
+    @functools.cached_property
+    def _elsewhere(self) -> dict[str, tuple[str, str]]:
+        """Parameter and suffix of each stored tensor, by its renamed name."""
+        found: dict[str, tuple[str, str]] = {}
+        for weight in self._weights:
+            for suffix in stored_suffixes():
+                key = stored_name(weight, suffix)
+                parameter = self.parameter_of_stored(key)
+                if parameter is not None:
+                    found[self._rename(key)] = parameter, suffix
+        return found
+
+    def _rename(self, key: str) -> str:
+        return _renamed(key, self._renamings)
+
+    def _own_name(self, name: str) -> str | None:
+        """Return the name in the model, which may have the base model's prefix, or lack it."""
+        without = name.removeprefix(self._prefix)
+        return next((each for each in (name, without, self._prefix + name) if each in self._own), None)
+
+
+def conversions_of_class(model: PreTrainedModel) -> list[Any]:
+    """Return the renamings and converters by which Transformers loads a model of this class, without outdated ones."""
+    return private("conversion_mapping", "get_model_conversion_mapping")(model, add_legacy=False)
+
+
+def conversions_to_revert(model: PreTrainedModel) -> list[Any]:
+    """Return the renamings and converters that a save of a model reverts."""
+    used = getattr(model, "_weight_conversions", None)
+    if used is not None:
+        return used
+    # A model that was not loaded has no prefix that its checkpoint had.
+    return [conversion for conversion in conversions_of_class(model) if not isinstance(conversion, PrefixChange)]
+
+
+def conversions_to_load(model: PreTrainedModel) -> list[Any]:
+    """Return the renamings and converters that load what a save of a model writes, a user's `key_mapping` first."""
+    of_class = private("conversion_mapping", "get_model_conversion_mapping")(model)
+    return [*without(conversions_to_revert(model), of_class), *of_class]
+
+
+def without(conversions: Iterable[Any], others: Iterable[Any]) -> list[Any]:
+    """Return the conversions that are not among others, by their patterns and by the submodel that they are for."""
+    patterns = {(other.scope_prefix, *other.source_patterns) for other in others}
+    return [each for each in conversions if (each.scope_prefix, *each.source_patterns) not in patterns]
+
+
+def renames_float_alone(renaming: Any, weights: Iterable[str]) -> bool:
+    """Return whether a save would rename one of some weights by the inverse of a renaming if it were float."""
+    if isinstance(renaming, PrefixChange):
+        return False
+    rename = renaming.reverse_transform().rename_source_key
+    return any(rename(name)[1] and not rename(stored_name(name, "qdata"))[1] for name in weights)
+
+
+def joined_by_save(model: PreTrainedModel, names: Iterable[str]) -> list[set[str]]:
+    """Return the parameters that a save of a float model joins, together those that one tensor is made of."""
+    reverts = [each.reverse_transform() for each in conversions_to_revert(model)[::-1]]
+    converters = [each for each in reverts if isinstance(each, WeightConverter)]
+    joined: dict[str, set[str]] = defaultdict(set)
+    for name in names if converters else ():
+        for converter in converters:
+            saved_name, pattern = converter.rename_source_key(name)
+            if pattern is not None:
+                joined[saved_name].add(name)
+                break
+    return [group for group in joined.values() if len(group) > 1]
+
+
+def renamed_by_load(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """Return the names that a load of this class gives to tensors of a checkpoint that no converter takes."""
+    renamings = [each for each in conversions_to_load(model) if isinstance(each, WeightRenaming)]
+    return {name: _renamed(name, renamings) for name in names}
+
+
+def renamed_by_save(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """Return the names that a save gives to tensors that it only renames."""
+    reverts = [each.reverse_transform() for each in conversions_to_revert(model)[::-1]]
+    renamings = [each for each in reverts if isinstance(each, WeightRenaming)]
+    return {name: _renamed(name, renamings) for name in names}
+
+
+def _renamed(name: str, renamings: Iterable[Any]) -> str:
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name
+
+
+def revert_apart(model: PreTrainedModel, unconverted: Collection[str], unchanged: Collection[str]) -> None:
+    """Let a save of this object convert or rename some tensors no more.
+
+    `unconverted` are renamed alone, and `unchanged` keep their names.
+    """
+    model._weight_conversions = [  # pyright: ignore[reportArgumentType]  (nn.Module takes any attribute)
+        _SparingConverter(each, unconverted) if isinstance(each, WeightConverter) else _SparingRenaming(each, unchanged)
+        for each in conversions_to_revert(model)
+    ]
+
+
+class _SparingRenaming(WeightRenaming):
+    """A renaming that leaves some names as they are."""
+
+    __slots__ = ("inner", "spared")
+
+    def __init__(self, inner: Any, spared: Collection[str]):
+        self.inner, self.spared = inner, spared
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """Return the name that a tensor is to have, and the pattern that matches."""
+        return (source_key, None) if source_key in self.spared else self.inner.rename_source_key(source_key)
+
+    def reverse_transform(self) -> Any:
+        """Return the inverse, which leaves the same names as they are."""
+        return type(self)(self.inner.reverse_transform(), self.spared)
+
+
+class _SparingConverter(WeightConverter):
+    """A converter that does not take the tensors of some names; its copies are those of the converter within."""
+
+    __slots__ = ("inner", "spared")
+
+    def __init__(self, inner: Any, spared: Collection[str]):
+        self.inner, self.spared, self.source_patterns = inner, spared, inner.source_patterns
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.inner, memo)
+
+    rename_source_key = _SparingRenaming.rename_source_key
+    reverse_transform = _SparingRenaming.reverse_transform
