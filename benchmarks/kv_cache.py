@@ -168,7 +168,8 @@ def errors(failures: dict[str, str]) -> Iterator[dict[str, Any]]:
 def states_of_minilm() -> list[tuple[Tensor, Tensor, Tensor]]:
     """Return queries, keys and values `[batch, heads, tokens, columns]` of each layer, for docstrings of Python."""
     texts = [text for text in map(inspect.getdoc, vars(inspect).values()) if text and len(text) > 200][:24]
-    inputs = AutoTokenizer.from_pretrained(MODEL)(texts, truncation=True, max_length=128, return_tensors="pt", padding=True)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    inputs = tokenizer(texts, truncation=True, max_length=128, return_tensors="pt", padding=True)
     model, outputs = minilm(), {}
     for name, module in model.named_modules():
         if name.endswith(("self.query", "self.key", "self.value")):
@@ -211,7 +212,8 @@ def main() -> None:
     report = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     for part in options.only:
         machine = {"cpu": cpu_name(), "flags": cpu_flags(), "load": os.getloadavg()[0]}
-        facts = {"machine": machine, "versions": versions("hqq"), "commit": commit(), "date": str(datetime.date.today())}
+        date = str(datetime.date.today())
+        facts = {"machine": machine, "versions": versions("hqq"), "commit": commit(), "date": date}
         failures: dict[str, str] = {}
         rows: list[dict[str, Any]] = []
         for row in PARTS[part](failures):

@@ -58,7 +58,10 @@ CHECKPOINT_ROOMS = (
     "trainer",  # a Trainer
     "versions",  # finished models
 )
-MAY_IMPORT_TRANSFORMERS = {"models", "exports", "imports", "report.texts", "checkpoint.trainer.callback", "cache.kv_cache"}
+MAY_IMPORT_TRANSFORMERS = {
+    *("models", "exports", "imports", "report.texts", "checkpoint.trainer.callback"),
+    "cache.kv_cache",
+}
 # `.ci/run` does not repeat these tests on the oldest Transformers.
 TESTS_WITHOUT_TRANSFORMERS = ("formats", "checkpoint/codecs")
 # The modules of Transformers that its documentation shows. Names of any other, and these attributes, are private.
