@@ -214,10 +214,9 @@ def compress_directory(
 ) -> Manifest:
     """Turn a checkpoint directory of the Trainer, or of torch.save, into a small one.
 
-    Weights become one `pytorch_model.bin` (`adapter_model.bin`), other torch files keep their names; a file that
-    cannot be encoded stays as it is, with a warning. So do safetensors of accelerate's `save_state`: it loads tied
-    weights from no other file unless `safe_serialization=False` wrote it. Calling it again with the same choices
-    changes nothing.
+    Weights become one `pytorch_model.bin` (`adapter_model.bin`), and other torch files keep their names. A file that
+    cannot be encoded stays as it is, with a warning, and so do safetensors of accelerate's `save_state`, which loads
+    tied weights from no other file. Calling it again with the same choices changes nothing.
 
     Args:
         path: The directory. Others called `checkpoint-<step>` beside it may hold the anchor.
@@ -226,8 +225,8 @@ def compress_directory(
         keep_weights: Leave the weight files as they are, plain.
         buffers: Names of weights that are buffers. Default: what an earlier save recorded, else see `find_buffers`.
         optimizer_names: Names of the optimizer's parameters by their index in `optimizer.pt`.
-        optimizer: The optimizer, or its class by name; lossy modes round states of torch's Adam and AdamW alone.
-            Default: the recorded class, else one of these two if the groups have exactly its settings.
+        optimizer: It, or its class by name: lossy modes round states of torch's Adam and AdamW alone. Default: the
+            recorded class, else one of these if the groups have exactly its settings.
         metrics: For the manifest.
         anchor_every: The most checkpoints one anchor serves, at least 1.
         anchor: Plain weights outside the run, a directory or a file, that its first checkpoint is stored against.
@@ -240,10 +239,10 @@ def compress_directory(
     Raises:
         ConfigError: An option is wrong, a rule names nothing there, there is nothing at `path` or `anchor`,
             or there is a model without training state and not `weights_only`.
-        CorruptFileError: A file is damaged or does not fit the manifest, or two files hold different states and nothing
-            tells which one is newer; nothing has changed.
-        UnsupportedError: It is of DeepSpeed, or of FSDP with LOCAL_STATE_DICT, or it is sharded and there is an
-            `anchor` or `keep_weights`.
+        CorruptFileError: A file is damaged or does not fit the manifest, or of two different states nobody knows the
+            newer one; nothing has changed.
+        UnsupportedError: It is of DeepSpeed or of FSDP with LOCAL_STATE_DICT, or sharded with `anchor` or
+            `keep_weights`.
         SaveError: The disk is full or refuses; every file is whole, old or new.
 
     Examples:
@@ -253,8 +252,7 @@ def compress_directory(
         >>> compress_directory(path).mode
         'lossless'
     """
-    path = Path(path).absolute()
-    base = BaseChoice.of(anchor, keep_base)
+    path, base = Path(path).absolute(), BaseChoice.of(anchor, keep_base)
     wanted: dict[str, Any] = {"keep_weights": keep_weights, "weights_only": weights_only, "metrics": metrics}
     training = {"optimizer_names": optimizer_names or {}, "optimizer_class": class_name(optimizer), "buffers": buffers}
     saves = require_count("anchor_every", anchor_every)

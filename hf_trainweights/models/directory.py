@@ -80,14 +80,7 @@ def quantize_directory(
     """
     out, config = Path(out), TrainWeightsConfig.of(config)
     require_vacant_directory(out)
-    saved = read_config(source)
-    if getattr(saved, "quantization_config", None) is not None:
-        found = "a quantization_config in its config.json, as quantized models have"
-        next_step = (
-            "Quantize the float model it was made from, or what dequantize_directory makes of it. If its weights are "
-            "float, take that entry out of config.json."
-        )
-        raise ConfigError(str(source), "a float model", found, next_step)
+    _require_float(source)
     if calibration is None:
         model = load_saved(source, quantization_config=config, dtype=dtype, spill=Spill(out.parent))
         quantizer: Any = model.hf_quantizer
@@ -101,6 +94,16 @@ def quantize_directory(
     if calibration is not None:
         remove_blocks(_finished_blocks(out))
     return summary
+
+
+def _require_float(source: str | os.PathLike[str]) -> None:
+    if getattr(read_config(source), "quantization_config", None) is not None:
+        found = "a quantization_config in its config.json, as quantized models have"
+        next_step = (
+            "Quantize the float model it was made from, or what dequantize_directory makes of it. If its weights are "
+            "float, take that entry out of config.json."
+        )
+        raise ConfigError(str(source), "a float model", found, next_step)
 
 
 def _finished_blocks(out: Path) -> Path:

@@ -72,7 +72,7 @@ class Stream:
         kwargs = {name: hidden if value is _HIDDEN else value for name, value in kwargs.items()}
         try:
             output = next(tensors_in(block(*args, **kwargs)), None)
-        except (Stopped, TrainWeightsError):
+        except (Stopped, TrainWeightsError, Warning):
             raise
         except Exception as error:
             raise does_not_run(error) from error
