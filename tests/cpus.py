@@ -58,7 +58,7 @@ def use_cpu(cpu: dict[str, object], monkeypatch: pytest.MonkeyPatch, is_compiled
 
 def use_library(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let kernels multiply by this library; None for an installation without a C compiler."""
-    monkeypatch.setattr(compiled, "_load", lambda: library)
+    monkeypatch.setattr(compiled, "loaded_library", lambda: library)
     # What was found for this machine comes back with the function.
     monkeypatch.setattr(compiled, "find", functools.lru_cache(compiled.find.__wrapped__))
 

@@ -27,6 +27,7 @@ ROOMS = (
     "kernels",  # products of plain tensors
     "tensor",  # the quantized weight
     "models",  # a Transformers model
+    "cache",  # keys and values of attention
     "exports",  # layouts that others read
     "imports",  # layouts that others wrote
     "checkpoint",  # training state
@@ -57,7 +58,10 @@ CHECKPOINT_ROOMS = (
     "trainer",  # a Trainer
     "versions",  # finished models
 )
-MAY_IMPORT_TRANSFORMERS = {"models", "exports", "imports", "report.texts", "checkpoint.trainer.callback"}
+MAY_IMPORT_TRANSFORMERS = {
+    *("models", "exports", "imports", "report.texts", "checkpoint.trainer.callback"),
+    "cache.kv_cache",
+}
 # `.ci/run` does not repeat these tests on the oldest Transformers.
 TESTS_WITHOUT_TRANSFORMERS = ("formats", "checkpoint/codecs")
 # The modules of Transformers that its documentation shows. Names of any other, and these attributes, are private.

@@ -31,15 +31,19 @@ from hf_trainweights.native_library import load_library
 _logger = logging.getLogger(__name__)
 _NATIVE = Path(__file__).parent / "native"
 # What the functions take and expect of a `Weight`, as in native/product.h; another number is another agreement.
-ABI = 3
+ABI = 4
 _FUNCTIONS = {
     "product_bytes": "lpli",
     "product": "-pppppplippp",
     "dequantized_bytes": "lpi",
     "dequantize": "-ppppllippp",
+    "store_tokens": "-pillliippplli",
+    "load_tokens": "-pplllliiplpii",
+    "attention_bytes": "lp",
+    "attend": "-pppppppppp",
 }
 # As in native/product.h.
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _AVX512 = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_vnni")
 # The instructions that each library needs, the faster library first.
 _LIBRARIES = {
@@ -89,7 +93,7 @@ class _Scratch(threading.local):
         return buffer
 
 
-_SCRATCH = _Scratch()
+SCRATCH = _Scratch()
 
 
 class Weight(ctypes.Structure):
@@ -125,7 +129,7 @@ def _open(path: Path) -> ctypes.CDLL | None:
 
 
 @functools.cache
-def _load() -> ctypes.CDLL | None:
+def loaded_library() -> ctypes.CDLL | None:
     """Return the library, or None where there is none for this CPU."""
     name = instructions()
     return None if name is None else _open(_path(name))
@@ -143,7 +147,7 @@ def describe() -> str:
 
 def is_available() -> bool:
     """Return whether the functions are compiled and this CPU runs them."""
-    return _load() is not None
+    return loaded_library() is not None
 
 
 class Product:
@@ -167,7 +171,7 @@ class Product:
             raise storage_freed()
         M = x.numel() // self.columns
         threads = torch.get_num_threads() if M * self._N * self.columns >= _THREADED else 1
-        scratch = _SCRATCH.take("compiled", self._size(M, threads))
+        scratch = SCRATCH.take("compiled", self._size(M, threads))
         out = x.new_empty(*x.shape[:-1], self._N)
         pointers = (x_at, codes_at, scales_at, bias_at, out.data_ptr())
         self._library.product(self._address, *pointers, M, threads, scratch.data_ptr(), *[*numbers, None, None][:2])
@@ -177,8 +181,8 @@ class Product:
         """Return some rows of the float weight in scratch memory, valid until the next call of this thread."""
         first, count, threads = rows.start, min(rows.stop, self._N) - rows.start, torch.get_num_threads()
         size_bytes = count * self.columns * self._dtype.itemsize
-        out = _SCRATCH.take("weight", size_bytes)[:size_bytes].view(self._dtype).view(count, self.columns)
-        memory = _SCRATCH.take("compiled", self._library.dequantized_bytes(self._address, threads)).data_ptr()
+        out = SCRATCH.take("weight", size_bytes)[:size_bytes].view(self._dtype).view(count, self.columns)
+        memory = SCRATCH.take("compiled", self._library.dequantized_bytes(self._address, threads)).data_ptr()
         numbers = [tensor.data_ptr() for tensor in groups]
         pointers = (qdata.data_ptr(), scale.data_ptr(), out.data_ptr())
         self._library.dequantize(self._address, *pointers, first, count, threads, memory, *[*numbers, None, None][:2])
@@ -188,14 +192,14 @@ class Product:
 @functools.lru_cache(maxsize=4096)
 def find(form: Format, N: int, K: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> Product | None:
     """Return the products with weights `[N, K]` of a format, None where the library has none."""
-    library, size = _load(), getattr(form, "group_size", None) or 0
+    library, size = loaded_library(), getattr(form, "group_size", None) or 0
     fits = isinstance(form, FORMATS) and (size in (0, 4, 8, 16, 32) or size % 64 == 0)
-    if library is None or not fits or dtype not in _DTYPES or scale_dtype not in _DTYPES:
+    if library is None or not fits or dtype not in DTYPES or scale_dtype not in DTYPES:
         return None
     if not 0 < K <= _MOST_COLUMNS or N == 0:
         return None
     digits = 1 if getattr(form, "activations", None) else 3 if dtype == torch.float32 else 2
-    weight = Weight(N, K, size, _DTYPES[dtype], _DTYPES[scale_dtype], digits, *_codes(form))
+    weight = Weight(N, K, size, DTYPES[dtype], DTYPES[scale_dtype], digits, *_codes(form))
     return Product(library, weight, dtype, most_rows(form, dtype, instructions() or ""))
 
 

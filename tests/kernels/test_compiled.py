@@ -266,7 +266,7 @@ def test_a_cpu_takes_the_library_whose_instructions_it_has(
         (tmp_path / f"{name}.so").touch()
     assert compiled.instructions() == chosen
     if chosen is None:
-        assert compiled._load.__wrapped__() is None
+        assert compiled.loaded_library.__wrapped__() is None
 
 
 def test_a_library_that_a_compiler_could_not_make_leaves_its_cpus_to_the_next(
@@ -286,6 +286,6 @@ def test_an_installation_without_the_library_does_without(monkeypatch: pytest.Mo
     monkeypatch.setattr(compiled, "instructions", lambda: "avx512")
     monkeypatch.setattr(compiled, "_NATIVE", tmp_path)
     monkeypatch.setattr(compiled, "_open", compiled._open.__wrapped__)
-    assert compiled._load.__wrapped__() is None
+    assert compiled.loaded_library.__wrapped__() is None
     (tmp_path / "avx512.so").write_bytes(b"no library")
-    assert compiled._load.__wrapped__() is None
+    assert compiled.loaded_library.__wrapped__() is None

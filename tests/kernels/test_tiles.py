@@ -119,7 +119,7 @@ def product(
 ) -> Tensor:
     """Return a product whose every argument, and no memory around it, may be read or written."""
     (M, K), N = x.shape, len(tensors["qdata"])
-    dtypes = [compiled._DTYPES[each] for each in (x.dtype, tensors["scale"].dtype)]
+    dtypes = [compiled.DTYPES[each] for each in (x.dtype, tensors["scale"].dtype)]
     digits = 1 if "activations" in form.get_config() else 3 if x.dtype == torch.float32 else 2
     weight = compiled.Weight(N, K, getattr(form, "group_size", None) or 0, *dtypes, digits, *compiled._codes(form))
     given = [fenced(each, at_end) for each in (x, tensors["qdata"], tensors["scale"], bias)]
@@ -272,7 +272,7 @@ def use(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 def test_tiles_serve_where_they_are_granted_and_right(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, folder)
     assert compiled.instructions() == "amx"
-    assert compiled._load.__wrapped__() is not None
+    assert compiled.loaded_library.__wrapped__() is not None
 
 
 @pytest.mark.slow

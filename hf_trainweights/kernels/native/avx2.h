@@ -41,12 +41,18 @@ static inline Floats permuted(Floats values, Integers indexes) {
 
 static inline Integers lane_numbers(void) { return (Integers){0, 1, 2, 3, 4, 5, 6, 7}; }
 
-#ifdef __AVXVNNI__
-// Add the products of bytes without and with a sign, four in a lane.
+// Add the products of bytes without and with a sign, four in a lane. AVX2 alone adds the products of 16-bit numbers.
 static inline Integers add_products_of_bytes(Integers sums, Integers without, Integers with) {
+#ifdef __AVXVNNI__
     return (Integers)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)without, (__m256i)with);
-}
+#else
+    __m256i even = _mm256_and_si256((__m256i)without, _mm256_set1_epi16(0xff));
+    __m256i even_with = _mm256_srai_epi16(_mm256_slli_epi16((__m256i)with, 8), 8);
+    __m256i odd = _mm256_srli_epi16((__m256i)without, 8), odd_with = _mm256_srai_epi16((__m256i)with, 8);
+    __m256i products = _mm256_add_epi32(_mm256_madd_epi16(even, even_with), _mm256_madd_epi16(odd, odd_with));
+    return (Integers)_mm256_add_epi32((__m256i)sums, products);
 #endif
+}
 
 // Add the products of numbers of 16 bits, two in a lane. AVX512_VNNI has one instruction for it, whose next sum waits for
 // the last product: with it a token takes a tenth (float32) to a quarter (bfloat16) longer on AMD's Zen 5.

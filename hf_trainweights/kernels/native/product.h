@@ -3,8 +3,8 @@
 #include <stdint.h>
 
 // A library and the Python code that calls it have the same number: it changes with `Weight` and with any function of
-// interface.c.
-#define ABI 3
+// interface.c and attention.c.
+#define ABI 4
 
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 

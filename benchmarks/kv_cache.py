@@ -1,0 +1,227 @@
+"""A token after long contexts, by each cache of keys and values; and the error of attention that each kind costs.
+
+`python -m benchmarks.kv_cache` takes about 20 minutes on a machine that does nothing else, and writes
+`benchmarks/results/kv_cache.json` after each row; then `python -m benchmarks.tables` writes the tables of
+docs/kv_cache.md. `--only errors` or `speed` measures one half again. Caches are filled with random keys and values, so
+no prompt has to be processed; the weights are random and int4. Peers that are not installed are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import inspect
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache, StaticCache
+
+from benchmarks.machine import commit, cpu_flags, cpu_name, versions
+from benchmarks.minilm import MODEL, minilm
+from hf_trainweights import KVCache, TrainWeightsConfig, quantize_
+from hf_trainweights.cache.stores import IntegerStore
+
+RESULTS = Path(__file__).parent / "results" / "kv_cache.json"
+MODELS: dict[str, dict[str, int]] = {
+    "0.5B": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+    },
+    "1.2B": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+}
+TOKENS = (256, 2048, 8192, 32768)
+# The longest context of the large model takes more memory than it tells.
+MOST_TOKENS = {"0.5B": 32768, "1.2B": 8192}
+BASELINE = "DynamicCache"
+CHUNK = 4096
+ROUNDS = 5
+
+
+def quantized(backend: str, bits: int, config: LlamaConfig, tokens: int) -> Any:
+    return QuantizedCache(backend, config, nbits=bits, residual_length=128)
+
+
+CACHES: dict[str, Callable[[LlamaConfig, int], Any]] = {
+    BASELINE: lambda config, tokens: DynamicCache(config=config),
+    "StaticCache": lambda config, tokens: StaticCache(config=config, max_cache_len=tokens + 64),
+    "KVCache bf16": lambda config, tokens: KVCache(config, "bf16"),
+    "KVCache int8": lambda config, tokens: KVCache(config, "int8"),
+    "KVCache int8/int4": lambda config, tokens: KVCache(config, ("int8", "int4")),
+    "KVCache int4": lambda config, tokens: KVCache(config, "int4"),
+    "quanto, 4 bits": lambda config, tokens: quantized("quanto", 4, config, tokens),
+    "hqq, 8 bits": lambda config, tokens: quantized("hqq", 8, config, tokens),
+}
+
+
+def llama(name: str) -> LlamaForCausalLM:
+    """Make a model of random weights in bfloat16, quantized to int4 in groups of 32."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    config = LlamaConfig(**MODELS[name], vocab_size=32000, max_position_embeddings=65536, tie_word_embeddings=False)
+    try:
+        model = LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    quantize_(model, TrainWeightsConfig("int4", group_size=32, include_embeddings=True))
+    return model
+
+
+def fill(cache: Any, config: LlamaConfig, tokens: int) -> None:
+    """Store random keys and values of so many tokens in every layer."""
+    generator = torch.Generator().manual_seed(1)
+    for start in range(0, tokens, CHUNK):
+        shape = (1, config.num_key_value_heads, min(CHUNK, tokens - start), config.head_dim)
+        states = torch.randn(shape, generator=generator).bfloat16()
+        for layer in range(config.num_hidden_layers):
+            cache.update(states, states, layer)
+
+
+def bytes_of(cache: Any) -> int | None:
+    """Return the bytes of a cache, None where it does not say."""
+    if isinstance(cache, KVCache):
+        return cache.stored_bytes
+    if isinstance(cache, QuantizedCache):
+        return None
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+
+@torch.inference_mode()
+def speed(failures: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each model, context and cache: milliseconds a token, and the ratio within a round."""
+    torch.set_num_threads(1)
+    for name in MODELS:
+        model = llama(name)
+        for tokens in (count for count in TOKENS if count <= MOST_TOKENS[name]):
+            filled = {}
+            for cache_name, make in CACHES.items():
+                try:
+                    filled[cache_name] = make(model.config, tokens)
+                    fill(filled[cache_name], model.config, tokens)
+                    step(model, filled[cache_name])
+                except (ImportError, ValueError, RuntimeError) as error:
+                    filled.pop(cache_name, None)
+                    failures[f"{name}, {tokens} tokens, {cache_name}"] = f"{type(error).__name__}: {error}"[:200]
+            rounds = [{key: step(model, cache) for key, cache in filled.items()} for _ in range(ROUNDS)]
+            for key, cache in filled.items():
+                ratios = [each[BASELINE] / each[key] for each in rounds]
+                yield {
+                    "model": name,
+                    "tokens": tokens,
+                    "cache": key,
+                    "milliseconds": 1e3 * statistics.median(each[key] for each in rounds),
+                    "speedup": statistics.median(ratios),
+                    "lowest": min(ratios),
+                    "highest": max(ratios),
+                    "bytes": bytes_of(cache),
+                }
+
+
+def step(model: nn.Module, cache: Any) -> float:
+    """Return the CPU seconds of one token."""
+    start = time.thread_time()
+    model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
+    return time.thread_time() - start
+
+
+SCHEMES: dict[str, tuple[int, int] | None] = {
+    "bf16": None,
+    "int8": (8, 8),
+    "int8/int4": (8, 4),
+    "int4": (4, 4),
+    "int8, keys not equalized": (8, 8),
+    "int4, keys not equalized": (4, 4),
+}
+FACTORS = (1, 10, 30)
+
+
+@torch.inference_mode()
+def errors(failures: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """Yield for each scheme the relative error of attention in MiniLM, its key channels as they are or made larger."""
+    layers = states_of_minilm()
+    for scheme in SCHEMES:
+        row: dict[str, Any] = {"scheme": scheme}
+        for factor in FACTORS:
+            found = [attention_error(*layer, scheme, factor) for layer in layers]
+            row[f"x{factor}"] = statistics.mean(found)
+        yield row
+
+
+def states_of_minilm() -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return queries, keys and values `[batch, heads, tokens, columns]` of each layer, for docstrings of Python."""
+    texts = [text for text in map(inspect.getdoc, vars(inspect).values()) if text and len(text) > 200][:24]
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    inputs = tokenizer(texts, truncation=True, max_length=128, return_tensors="pt", padding=True)
+    model, outputs = minilm(), {}
+    for name, module in model.named_modules():
+        if name.endswith(("self.query", "self.key", "self.value")):
+            module.register_forward_hook(lambda _, __, out, name=name: outputs.__setitem__(name, out))
+    model(**inputs)
+    full = inputs["attention_mask"].sum(1) == inputs["attention_mask"].shape[1]
+    heads = model.config.num_attention_heads
+    split = {name: out[full].unflatten(-1, (heads, -1)).transpose(1, 2) for name, out in outputs.items()}
+    prefixes = sorted({name.rpartition(".")[0] for name in split})
+    return [tuple(split[f"{prefix}.{part}"] for part in ("query", "key", "value")) for prefix in prefixes]
+
+
+def attention_error(query: Tensor, key: Tensor, value: Tensor, scheme: str, factor: int) -> float:
+    """Return the relative error of attention, with every 16th key channel `factor` times as large."""
+    larger = torch.ones(key.shape[-1])
+    larger[::16] = factor
+    query, key = query / larger, key * larger
+    exact = F.scaled_dot_product_attention(query, key, value)
+    bits = SCHEMES[scheme]
+    if bits is None:
+        stored = key.bfloat16().float(), value.bfloat16().float()
+    else:
+        counted = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool)
+        is_equalized = "not" not in scheme
+        stored = (
+            IntegerStore.of(key, bits[0], is_equalized, counted).load(0, torch.float32),
+            IntegerStore.of(value, bits[1], False, counted).load(0, torch.float32),
+        )
+    error = F.scaled_dot_product_attention(query, *stored) - exact
+    return (error.norm() / exact.norm()).item()
+
+
+PARTS: dict[str, Callable[[dict[str, str]], Iterator[dict[str, Any]]]] = {"errors": errors, "speed": speed}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    options = parser.parse_args()
+    report = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    for part in options.only:
+        machine = {"cpu": cpu_name(), "flags": cpu_flags(), "load": os.getloadavg()[0]}
+        date = str(datetime.date.today())
+        facts = {"machine": machine, "versions": versions("hqq"), "commit": commit(), "date": date}
+        failures: dict[str, str] = {}
+        rows: list[dict[str, Any]] = []
+        for row in PARTS[part](failures):
+            rows.append(row)
+            print(row, flush=True)
+            report[part] = {**facts, "rows": rows, "failures": failures}
+            RESULTS.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

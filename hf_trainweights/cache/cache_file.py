@@ -1,0 +1,185 @@
+"""A filled cache in a safetensors file: the stored tensors of each layer, and in the metadata their sizes as JSON.
+
+The tensors of layer 3 of self-attention are called `self.3.keys.codes`, `self.3.keys.scale`, `self.3.keys.channels`,
+`self.3.values.codes` and so on; those of tokens that are floats, `self.3.keys.rows`. The entry `trainweights_kv_cache`
+of the metadata is a JSON object: `version` (1), `kinds` of keys and values, and a list of layers called `self`, and one
+called `cross` where there is cross-attention. A layer has its `batch`, `heads`, `columns` of keys and of values, the
+`length` that is stored, the tokens `dropped` before a window and the model's `dtype`; one without tokens is null. Codes
+lie in the order of `hf_trainweights/kernels/native/attention.c`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from hf_trainweights.cache.layers import BITS, KVLayer
+from hf_trainweights.cache.stores import FloatStore, IntegerStore, Store
+from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
+from hf_trainweights.files.safetensors_file import TensorToWrite, read_safetensors_header, write_safetensors
+from hf_trainweights.files.staging import staged_files
+from hf_trainweights.kernels.tokens import BLOCK_TOKENS, TokenFormat
+
+_ENTRY, _VERSION = "trainweights_kv_cache", 1
+_SIDES = ("keys", "values")
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+_LARGEST = 1 << 40
+_AGAIN = "Make the cache again from the prompt."
+
+# The layers of each cache of a model, by the name that they have in a file.
+Layers = Mapping[str, Sequence[Any]]
+
+
+def write_cache(path: str | os.PathLike[str], caches: Layers, kinds: tuple[str, str]) -> None:
+    """Write the layers of a cache; what is there stays whole until the new file is.
+
+    ConfigError: the file's name does not end in `.safetensors`, or a model's dtype is no float of 16 or 32 bits.
+    UnsupportedError: a layer keeps other states than keys and values. SaveError: the file cannot be written.
+    """
+    path = _checked(path)
+    described = {name: [_description(index, layer) for index, layer in enumerate(of)] for name, of in caches.items()}
+    tensors = {
+        f"{name}.{index}.{side}.{part}": TensorToWrite.of(tensor)
+        for name, layers in caches.items()
+        for index, layer in enumerate(layers)
+        if isinstance(layer, KVLayer)
+        for side, store in zip(_SIDES, layer.stores, strict=False)
+        for part, tensor in store.tensors().items()
+    }
+    content = {"version": _VERSION, "kinds": kinds, **described}
+    with staged_files(path.parent, lambda _: False) as staged:
+        write_safetensors(staged.path / path.name, tensors, {_ENTRY: json.dumps(content), "format": "pt"})
+
+
+def _checked(path: str | os.PathLike[str]) -> Path:
+    path = Path(path)
+    if path.suffix != ".safetensors":
+        raise ConfigError(str(path), "a name that ends in .safetensors", repr(path.suffix), "Add it.")
+    return path
+
+
+def _description(index: int, layer: Any) -> dict[str, Any] | None:
+    if not isinstance(layer, KVLayer):
+        if type(layer).__name__ == "DummyLayer":  # a layer without a cache of its own
+            return None
+        next_step = "Process the prompt again where the cache is needed."
+        raise UnsupportedError(f"layer {index}", "a layer of keys and values", type(layer).__name__, next_step)
+    if not layer.stores:
+        return None
+    dtype = str(layer.dtype).removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise ConfigError(f"layer {index}", f"a model of {', '.join(_DTYPES)}", dtype, "Use one of these dtypes.")
+    batch, heads, _ = layer.stores[0].shape
+    columns = [store.shape[2] for store in layer.stores]
+    sizes = {"batch": batch, "heads": heads, "columns": columns, "length": layer.length, "dropped": layer.dropped}
+    return {**sizes, "dtype": dtype}
+
+
+class CacheFile:
+    """A file that `write_cache` wrote, checked against its own description.
+
+    CorruptFileError: it is damaged, or holds something else. ConfigError: there is none.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = _checked(path)
+        if not self.path.exists():
+            raise ConfigError(str(path), "a file of KVCache.save", "nothing there", "Check the path.")
+        self._header = read_safetensors_header(self.path)
+        with safe_open(self.path, framework="pt") as file:
+            text = (file.metadata() or {}).get(_ENTRY)
+        try:
+            content = json.loads(text or "")
+        except (ValueError, RecursionError) as error:
+            raise self._corrupt(f"metadata with {_ENTRY}", "none") from error
+        if not isinstance(content, dict) or content.get("version") != _VERSION:
+            raise self._corrupt(f"version {_VERSION}", repr(content)[:80])
+        kinds = content.get("kinds")
+        if not isinstance(kinds, list) or len(kinds) != 2 or not all(kind in BITS for kind in map(str, kinds)):
+            raise self._corrupt(f"two of {', '.join(BITS)}", repr(kinds)[:80])
+        self.kinds: tuple[str, str] = (kinds[0], kinds[1])
+        self._content = content
+
+    def fill(self, caches: Layers) -> None:
+        """Put the stored tokens into new layers of the same kinds.
+
+        ConfigError: the layers are of another model. CorruptFileError: sizes and tensors do not fit each other.
+        """
+        names = {name for name in ("self", "cross") if name in self._content}
+        counts = {name: len(layers) for name, layers in caches.items()}
+        stored = {name: len(self._rows(name)) for name in names}
+        if counts != stored:
+            expected = f"a cache of {', '.join(f'{count} layers ({name})' for name, count in counts.items())}"
+            found = ", ".join(f"{count} layers ({name})" for name, count in stored.items())
+            raise ConfigError(str(self.path), expected, found, "Load it for the model that it was made for.")
+        with torch.device("cpu"), safe_open(self.path, framework="pt") as file:
+            for name, layers in caches.items():
+                for index, (layer, sizes) in enumerate(zip(layers, self._rows(name), strict=True)):
+                    if sizes is not None:
+                        self._fill_layer(f"{name}.{index}", layer, sizes, file)
+
+    def _rows(self, name: str) -> list[Any]:
+        rows = self._content[name]
+        if not isinstance(rows, list):
+            raise self._corrupt(f"a list of layers of {name}", repr(rows)[:80])
+        return rows
+
+    def _fill_layer(self, name: str, layer: Any, sizes: Any, file: Any) -> None:
+        if not isinstance(layer, KVLayer):
+            next_step = "Load it for the model that it was made for."
+            raise ConfigError(f"{self.path}, {name}", "a layer of keys and values", type(layer).__name__, next_step)
+        batch, heads, length, dropped, *columns = self._numbers(name, sizes)
+        if dropped and layer.window is None:
+            next_step = "Load it for the model that it was made for."
+            raise ConfigError(f"{self.path}, {name}", "all tokens", "those of a sliding window", next_step)
+        stores: list[Store] = []
+        for side, kind, D in zip(_SIDES, self.kinds, columns, strict=True):
+            form = TokenFormat(8 if kind == "bf16" else BITS[kind], side == "keys", D)
+            stores.append(self._store(f"{name}.{side}", kind, form, (batch, heads, length), file))
+        layer.stores, layer.dropped = (stores[0], stores[1]), dropped
+        layer.dtype, layer.device, layer.is_initialized = _DTYPES[sizes["dtype"]], torch.device("cpu"), True
+
+    def _numbers(self, name: str, sizes: Any) -> list[int]:
+        fields = [sizes.get(field) for field in ("batch", "heads", "length", "dropped")] if type(sizes) is dict else []
+        columns = sizes.get("columns") if type(sizes) is dict else None
+        numbers = [*fields, *(columns if type(columns) is list else [])]
+        is_number = [type(number) is int and 0 <= number < _LARGEST for number in numbers]
+        if len(numbers) != 6 or not all(is_number) or sizes.get("dtype") not in _DTYPES:
+            raise self._corrupt(f"{name}: batch, heads, length, dropped, columns and dtype", repr(sizes)[:200])
+        return numbers
+
+    def _store(self, name: str, kind: str, form: TokenFormat, sizes: tuple[int, int, int], file: Any) -> Store:
+        batch, heads, length = sizes
+        blocks = -(-length // BLOCK_TOKENS)
+        if f"{name}.rows" in self._header:
+            shapes: dict[str, tuple[int, ...]] = {"rows": (batch, heads, length, form.columns)}
+        elif kind == "bf16":
+            raise self._corrupt(f"a tensor {name}.rows", "none")
+        else:
+            shapes = {
+                "codes": (batch, heads, blocks, form.block_bytes),
+                "scale": (batch, heads, blocks, form.groups, BLOCK_TOKENS),
+            }
+            if f"{name}.channels" in self._header:
+                shapes["channels"] = (batch, heads, 2, form.columns)
+        tensors = {part: self._tensor(f"{name}.{part}", part, shape, file) for part, shape in shapes.items()}
+        made = FloatStore if "rows" in shapes else IntegerStore
+        return made.from_tensors(tensors, length, form)
+
+    def _tensor(self, name: str, part: str, shape: tuple[int, ...], file: Any) -> Tensor:
+        entry = self._header.get(name)
+        dtypes = {"codes": ("U8",), "scale": ("BF16",), "channels": ("F32",), "rows": ("BF16", "F16", "F32")}[part]
+        if entry is None or entry["shape"] != list(shape) or entry["dtype"] not in dtypes:
+            raise self._corrupt(f"{name} of shape {shape} in {' or '.join(dtypes)}", repr(entry)[:120])
+        # Not a view of the mapped file: tokens are written behind them.
+        return file.get_tensor(name).clone()
+
+    def _corrupt(self, expected: str, found: str) -> CorruptFileError:
+        return CorruptFileError(str(self.path), expected, found, _AGAIN)

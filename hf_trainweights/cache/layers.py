@@ -1,0 +1,236 @@
+"""The cache of one attention layer, of all tokens or of a sliding window, as Transformers calls it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_trainweights.cache.states import CachedStates
+from hf_trainweights.cache.stores import FloatStore, IntegerStore, Store, distinct_tokens
+from hf_trainweights.errors import ConfigError
+from hf_trainweights.kernels.tokens import BLOCK_TOKENS
+from hf_trainweights.models.host.caches import CacheLayerMixin
+
+BITS = {"bf16": 16, "int8": 8, "int4": 4}
+# Tokens from which on their keys say how large each channel is; fewer are held as floats. docs/kv_cache.md measures it.
+LEAST_TOKENS = 64
+# Tokens before a window that stay, so that a few rejected candidates can be taken back.
+_SLACK_TOKENS = 128
+
+
+class KVLayer(CacheLayerMixin):
+    """The keys and values of one layer.
+
+    Args:
+        key_kind: One of `BITS`.
+        value_kind: One of `BITS`.
+        window: The tokens that a query attends to, itself included; None for all.
+    """
+
+    is_croppable = True
+
+    def __init__(self, key_kind: str, value_kind: str, window: int | None = None):
+        self.kinds = key_kind, value_kind
+        self.window = self.sliding_window = window
+        self.is_sliding = window is not None
+        # Transformers sets it where tokens may be taken back: then none before the window is forgotten until `crop`.
+        self.record_past = False
+        self._clear()
+        super().__init__()
+
+    def _clear(self) -> None:
+        # Keys, then values; nothing before the first token.
+        self.stores: tuple[Store, ...] = ()
+        self.dropped = 0
+        self.dtype = torch.float32
+        self.is_initialized = False
+
+    @property
+    def length(self) -> int:
+        """The tokens that are stored."""
+        return self.stores[0].length if self.stores else 0
+
+    # What Transformers reads of cross-attention, and sets to None at first.
+    @property
+    def keys(self) -> Tensor | None:
+        """All stored keys."""
+        return self._states(0)[0] if self.stores else None
+
+    @keys.setter
+    def keys(self, value: None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]  (an attribute)
+        pass
+
+    @property
+    def values(self) -> Tensor | None:
+        """All stored values."""
+        return self._states(0)[1] if self.stores else None
+
+    @values.setter
+    def values(self, value: None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]  (an attribute)
+        pass
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Make room for tokens of the sizes and dtype of these."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.stores = tuple(
+            FloatStore(states, _float_dtype(states.dtype) if kind == "bf16" else states.dtype)
+            for kind, states in zip(self.kinds, (key_states, value_states), strict=True)
+        )
+        self.is_initialized = True
+
+    # The decorator does not say what it returns.
+    @torch.compiler.disable
+    def update(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store tokens `[batch, heads, n, columns]`.
+
+        Returns:
+            The keys and values that these tokens may attend to. The first tokens of a sequence get their own, exactly.
+            Gradients reach these tokens and none of an earlier call.
+
+        Raises:
+            ConfigError: The batch, the heads or the columns are others than those of the stored tokens.
+        """
+        if self.length == 0:
+            self._clear()
+            self.lazy_initialization(key_states, value_states)
+        self._require_same_sizes(key_states, value_states)
+        if self.window is not None and not self.record_past:
+            self._forget_before(self.window)
+        count, before = key_states.shape[2], self.length
+        first = 0 if self.window is None else max(0, before - self.window + 1)
+        if self._waits and before + count >= LEAST_TOKENS:
+            return self._quantize(first, key_states, value_states)
+        both = list(zip(self.stores, (key_states, value_states), strict=True))
+        has_gradient = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
+        earlier = [store.load(first, x.dtype) for store, x in both] if has_gradient and before else []
+        for store, states in both:
+            store.append(states.detach())
+        if before == 0:
+            return key_states, value_states
+        if has_gradient:
+            keys, values = (torch.cat([old, x], 2) for old, (_, x) in zip(earlier, both, strict=True))
+            return keys, values
+        return self._states(first)
+
+    @property
+    def _waits(self) -> bool:
+        """Whether tokens that are to be integers are still floats."""
+        pairs = zip(self.stores, self.kinds, strict=True)
+        return any(isinstance(store, FloatStore) and kind != "bf16" for store, kind in pairs)
+
+    def _require_same_sizes(self, *states: Tensor) -> None:
+        for store, x in zip(self.stores, states, strict=True):
+            found = x.shape[0], x.shape[1], x.shape[3]
+            if found != store.shape:
+                expected = "keys and values of the batch, heads and columns {}, {}, {}".format(*store.shape)
+                next_step = "Make a new cache for another batch or another model."
+                raise ConfigError("KVCache", expected, "{}, {}, {}".format(*found), next_step)
+
+    def _quantize(self, first: int, *states: Tensor) -> tuple[Tensor, Tensor]:
+        """Store all tokens so far and these as integers, and return them as they were."""
+        keys, values = (
+            x if store.length == 0 else torch.cat([store.load(0, x.dtype), x], 2)
+            for store, x in zip(self.stores, states, strict=True)
+        )
+        counted, stores = distinct_tokens(values), list(self.stores)
+        for index, (kind, x) in enumerate(zip(self.kinds, (keys.detach(), values.detach()), strict=True)):
+            if kind == "bf16":
+                stores[index].append(x[:, :, stores[index].length :])
+            else:
+                stores[index] = IntegerStore.of(x, BITS[kind], index == 0, counted)
+        self.stores = tuple(stores)
+        return keys[:, :, first:], values[:, :, first:]
+
+    def _states(self, first: int) -> tuple[Tensor, Tensor]:
+        keys, values = (
+            CachedStates(store, first, self.dtype) if isinstance(store, IntegerStore) else store.load(first, self.dtype)
+            for store in self.stores
+        )
+        return keys, values
+
+    def _forget_before(self, window: int) -> None:
+        """Drop tokens that no query attends to any more, once there are as many as the window has."""
+        if self.length > 2 * (window + _SLACK_TOKENS):
+            # A multiple of 16, because codes lie in blocks of so many tokens.
+            first = (self.length - window - _SLACK_TOKENS) // BLOCK_TOKENS * BLOCK_TOKENS
+            for store in self.stores:
+                store.drop(first)
+            self.dropped += first
+
+    def activate_past_recording(self) -> None:
+        """Keep all tokens until `crop` says which are wanted."""
+        self.record_past = True
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many tokens so many new ones attend to, and the position of the first."""
+        length = self.get_seq_length()
+        if self.window is None:
+            return length + query_length, 0
+        return min(length, self.window - 1) + query_length, max(length - self.window + 1, 0)
+
+    def get_seq_length(self) -> int:
+        """Return how many tokens were stored, those before a window included."""
+        return self.length + self.dropped
+
+    def get_max_length(self) -> int:
+        """Return the window; -1 where there is none."""
+        return -1 if self.window is None else self.window
+
+    def tokens_to_remove(self, number: int) -> int:
+        """Return how many tokens `crop(number)` takes back.
+
+        Args:
+            number: Minus the tokens to remove; or, as Transformers 5.17 calls it, the positive length that is left.
+
+        Raises:
+            ConfigError: There are not so many, or a window that ends before them is no longer stored.
+        """
+        count = -number if number <= 0 else max(0, self.get_seq_length() - number)
+        most = self.length if self.window is None or not self.dropped else self.length - self.window + 1
+        if count > most and self.is_initialized:
+            next_step = "Make a new cache and process the sequence again."
+            raise ConfigError("crop", f"at most {most} tokens to remove", str(count), next_step)
+        return count
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens."""
+        count = self.tokens_to_remove(tokens_to_remove)
+        for store in self.stores:
+            store.truncate(store.length - count)
+
+    def reset(self) -> None:
+        """Forget all tokens, and what the keys' channels were equalized by."""
+        self._clear()
+
+    def select(self, index: Tensor) -> None:
+        """Put the sequences of the batch at these positions in the place of all."""
+        for store in self.stores:
+            store.select(index)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Do as `select`: Transformers' name for it in a search with beams."""
+        self.select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Do as `select`: Transformers' name for it in contrastive search."""
+        self.select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Put so many copies of each sequence in its place."""
+        if self.stores:
+            self.select(torch.arange(self.stores[0].shape[0]).repeat_interleave(repeats))
+
+    def offload(self) -> None:
+        """Do nothing: the cache stays where its model computes."""
+
+    def prefetch(self) -> None:
+        """Do nothing: the cache stays where its model computes."""
+
+
+def _float_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of 16 bits for states of a dtype."""
+    return dtype if dtype.itemsize == 2 else torch.bfloat16
