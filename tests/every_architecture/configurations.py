@@ -1,0 +1,203 @@
+"""Makes the configuration of any model type small, by the names that its fields have.
+
+All widths become the same number, and so do all numbers of heads and all sizes of a head, so that fields of different
+parts that have to agree still do. A model type for which the names are not enough has a row in `SPECIAL`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from every_architecture.special import SPECIAL
+from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+WIDTH = 64
+HEADS = 4
+HEAD = WIDTH // HEADS
+VOCABULARY = 160
+# Token ids of a configuration that are too large for this vocabulary become the last ones of it.
+FIRST_SPECIAL = 120
+LAYERS = 2
+MOST_LAYERS = 4
+IMAGE = 32
+
+# The first expression that a whole name matches gives the largest value that the field may have.
+_LIMITS: list[tuple[str, int]] = [
+    (r"(.*_)?type_vocab_sizes?|n_langs|num_speakers|num_labels|.*_n_levels|num_feature_levels|num_stages", 16),
+    (r".*vocab(_size)?|.*vocab_size.*|num_embeddings|num_embeds|.*vocab_offset|additional_vocab_size", VOCABULARY),
+    (r"num_feat_extract_layers|num_channels(_out)?|in_chan(nel)?s|audio_channels|input_channels|stem_num_channels", 16),
+    (r"(.*_)?(q_lora|kv_lora|o_lora|dt)_rank|time_step_rank|mamba_dt_rank|.*lowrank|.*_rank|latent_size|hc_lowrank", 32),
+    (r"(.*_)?(num|n)_(k(ey_)?v(alue)?)_(attention_)?heads|num_kv_heads|num_query_groups", 2),
+    (r"mamba_(n|num)_heads|n_mamba_heads|ssm_num_heads", 8),
+    (r"(.*_)?head_(dim|size)|d_kv|d_head|dim_head|mamba_d_head|mamba_headdim|kv_channels|.*head_dim|.*_dim_head", HEAD),
+    (r"(.*_)?heads?|(.*_)?n_heads?|num_.*heads|.*_num_heads|.*attention_heads|.*_num_heads", HEADS),
+    (r"rotary_dim", 8),
+    (r"ssm_state_size|state_size|mamba_d_state", 16),
+    (r"pretrain_image_size|image_size|crop_size|img_size|resolution|.*image_size", IMAGE),
+    (r"(.*_)?patch_size", 8),
+    (r"num_position_embeddings", 64),
+    (r".*(position|pos)_emb(edding)?s?|n_positions|n_ctx|.*_positions|.*max_seq_len|seq_len|model_max_length", 128),
+    (r"(.*_)?(intermediate|ffn|feedforward|feed_forward|mlp)_?(size|dim|hidden_size|hidden_dim)(_mlp)?", 2 * WIDTH),
+    (r"d_ff|dff|dim_ff|n_inner|.*ffn_dim|dim_feedforward|.*_intermediate_size|.*_linear_units|d_inner", 2 * WIDTH),
+    (r"n_(routed_)?experts|num_(local_|routed_)?experts|moe_num_experts|zero_expert_num|.*num_experts", 4),
+    (r"num_experts_per_tok(en)?|moe_(k|topk)|top_?k(_experts)?|.*experts_per_tok|num_selected_experts", 2),
+    (r"n_group|num_expert_group|topk_group|n_groups|o_groups|[kqv]_groups", 2),
+    (r"index_topk|.*_topk|index_topk_blocks", 8),
+    (r"sliding_window(_size)?|attention_window(_size)?|local_attention.*|.*window_size|keep_window_size", 8),
+    (r".*chunk_(size|length)|.*block_size|.*attn_chunk_length|mamba_chunk_size|.*_chunk_length", 8),
+    (r"num_(queries|query_tokens|latents|landmarks|denoising|detection_tokens|global_tokens)|.*num_latents", 8),
+    (r".*n_latents|latent_query_num|two_stage_num_proposals|num_prototypes|num_prompts|prompt_length", 8),
+    (r".*(codebook_size|num_codevectors_per_group|codebook_vocab_size|bins?)", 32),
+    (r"num_quantizers|num_codebooks|num_code_groups|n_codebooks", 4),
+    (r"num_frames|frames_per_clip", 4),
+    (r"(n|num|encoder|decoder|.*_n|.*_num)_(hidden_)?layers?|n_layer|(.*_)?depth|.*_layers|layers|num_layers_.*", LAYERS),
+    (r"num_blocks|num_.*_blocks|.*_blocks|num_hidden_groups|.*num_layers|.*_depth|.*num_hidden_layers", LAYERS),
+    (r".*period|.*_interval|.*_frequency|.*_pattern|layer_group_size|.*sparse_step|cross_attention_frequency", 2),
+    (r"attn_layer_offset|expert_layer_offset|insert_layer_id|first_k_dense_replace|.*_replace", 1),
+    (r"upsample_initial_channel|upsample_groups", WIDTH),
+    (r"num_filters|.*_channels?|.*_channel|.*_units", 32),
+    (r"num_conv_pos_embeddings", 16),
+    (r"num_conv_pos_embedding_groups|num_groups", 4),
+    (r"(.*_)?(hidden|d|embed|emb|embedding|model|projection|proj|project|output|input|text|vision|latents?)_?(size|dim)", WIDTH),
+    (r"d_model|d_latents|dim|width|.*_width|n_embd|emb_dim|embedding_dimension|.*_dim(ension)?|.*_dims?", WIDTH),
+    (r".*hidden_size.*|.*embed_dim|.*_size_global|projection_size|entity_emb_size|(.*_)?embedding_size", WIDTH),
+    (r"pooler_output_size|classifier_proj_size|prediction_head_size|.*feature_size|retrieval_vector_size", WIDTH),
+    (r"coordinate_size|shape_size", 8),
+]
+_RULES = [(re.compile(pattern), limit) for pattern, limit in _LIMITS]
+_KEPT = re.compile(
+    r".*(kernel|stride|ratio|factor|scale|dilation|padding|rate|loss|coefficient|cost|weight|epsilon|_eps|temperature"
+    r"|dropout|_std|theta|merge|groups_width|num_landmarks_|mask_time|mask_feature|reduction|multiplier|expand).*"
+)
+_WIDTHS = re.compile(r".*(hidden_sizes|embed_dims?|channels|dims?|neck_.*sizes|conv_dim|tdnn_dim|sizes|feature_dims).*")
+_HEADS = re.compile(r".*heads.*")
+_DEPTHS = re.compile(r"depths|.*depths|stage_num_blocks|blocks_per_stage|stage_numb_of_layers|block_repeats|n_attn_blocks")
+_INDICES = re.compile(r".*(indices|indexes|layer_ids|idxs|hook_ids|_layers|layer|attention_blocks|block_index.*)")
+_NUMBER_OF_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "encoder_layers")
+_LEFT_OUT = {"id2label", "label2id", "out_features", "out_indices", "stage_names", "architectures", "dtype"}
+_LEFT_OUT |= {"transformers_version", "_name_or_path", "torch_dtype"}
+
+
+def small_config(model_type: str, **special: Any) -> PreTrainedConfig:
+    """Return a small configuration of a model type; `special` wins over what the names of its fields tell.
+
+    Raises:
+        ValueError: The type needs arguments that no name tells.
+    """
+    known = SPECIAL.get(model_type, {})
+    if callable(known):
+        return known(small_config)
+    config_class = CONFIG_MAPPING[model_type]
+    return _small(config_class(), _TokenIds(), special)
+
+
+def _small(config: PreTrainedConfig, ids: _TokenIds, special: dict[str, Any]) -> PreTrainedConfig:
+    """Return a small configuration of the class that a configuration with the defaults has."""
+    known = SPECIAL.get(config.model_type, {})
+    special = {**(known if isinstance(known, dict) else {}), **special}
+    layers, values = _picked_layers(config), {}
+    for name, value in config.to_dict().items():
+        inner = vars(config).get(name)  # some attributes are of a layer alone, and raise
+        if isinstance(inner, PreTrainedConfig):
+            values[name] = _small(inner, ids, {})
+        elif name not in _LEFT_OUT:
+            values[name] = _small_value(name, value, layers, ids)
+    values |= special
+    return type(config)(**values)
+
+
+class _TokenIds:
+    """Gives each token id that is too large another one, the same for the same id."""
+
+    def __init__(self) -> None:
+        self.taken: dict[int, int] = {}
+
+    def __getitem__(self, token_id: int) -> int:
+        if token_id < FIRST_SPECIAL:
+            return token_id
+        return self.taken.setdefault(token_id, VOCABULARY - 1 - len(self.taken) % (VOCABULARY - FIRST_SPECIAL))
+
+
+def _picked_layers(config: PreTrainedConfig) -> tuple[int, list[int]]:
+    """Return how many layers a configuration has, and the numbers of few that are of all kinds."""
+    counts = (vars(config).get(name) for name in _NUMBER_OF_LAYERS)
+    count = next((value for value in counts if isinstance(value, int)), 0)
+    lists = [value for name, value in config.to_dict().items() if _is_per_layer(name, value, count)]
+    kinds: dict[tuple[Any, ...], int] = {}
+    for number, kind in enumerate(zip(*lists, strict=True)):
+        kinds.setdefault(kind, number)
+    picked = list(kinds.values())[:MOST_LAYERS]
+    others = [number for number in range(count) if number not in picked]
+    return count, sorted(picked + others[: max(0, LAYERS - len(picked))])
+
+
+def _is_per_layer(name: str, value: Any, count: int) -> bool:
+    """Return whether a list says of each layer of which kind it is."""
+    is_list = isinstance(value, list) and len(value) == count > 4
+    return is_list and all(isinstance(each, str | int) for each in value) and not _WIDTHS.fullmatch(name)
+
+
+def _small_value(name: str, value: Any, layers: tuple[int, list[int]], ids: _TokenIds) -> Any:
+    """Return a small value for a field."""
+    count, picked = layers
+    if re.search(r"_token_(id|index)s?$|_token_id|^(bos|eos|pad)_|_(id|index)$", name):
+        return _new_ids(value, ids)
+    if isinstance(value, dict):
+        return _small_rope(value) if name.startswith("rope") else value
+    if isinstance(value, list):
+        return _small_list(name, value, layers)
+    if type(value) is not int or value < 0:
+        return value
+    if name in _NUMBER_OF_LAYERS and value == count:
+        return len(picked)
+    if _KEPT.fullmatch(name):
+        return value
+    for pattern, limit in _RULES:
+        if pattern.fullmatch(name):
+            return min(value, limit)
+    return value
+
+
+def _new_ids(value: Any, ids: _TokenIds) -> Any:
+    if isinstance(value, list):
+        return [_new_ids(each, ids) for each in value]
+    return ids[value] if type(value) is int else value
+
+
+def _small_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    """Return parameters of rotary positions for the small heads; those of several kinds of layers are nested."""
+    small = {name: _small_rope(value) if isinstance(value, dict) else value for name, value in rope.items()}
+    half = int(HEAD * small.get("partial_rotary_factor", 1)) // 2
+    for name, value in small.items():
+        if name == "mrope_section":
+            small[name] = _sections(half, len(value))
+        elif isinstance(value, list):
+            small[name] = value[:half]
+    return small
+
+
+def _sections(total: int, parts: int) -> list[int]:
+    return [total // parts + (part >= parts - total % parts) for part in range(parts)]
+
+
+def _small_list(name: str, value: list[Any], layers: tuple[int, list[int]]) -> list[Any]:
+    """Return a list of the same length with small values, or the entries of the layers that are taken."""
+    count, picked = layers
+    if count and len(value) == count > 4 and not _INDICES.fullmatch(name):
+        return [value[number] for number in picked]
+    if name in ("layer_types", "mlp_layer_types") or _is_per_layer(name, value, count):
+        return [value[number] for number in picked if number < len(value)]
+    if any(type(each) is not int for each in value) or _KEPT.fullmatch(name):
+        return value
+    if _DEPTHS.fullmatch(name):
+        return [1] * len(value)
+    if _HEADS.fullmatch(name):
+        return [min(each, HEADS) for each in value]
+    if _WIDTHS.fullmatch(name):
+        return [min(each, WIDTH) for each in value]
+    if _INDICES.fullmatch(name):
+        return sorted({min(each, len(picked) - 1) for each in value}) if picked and max(value, default=0) > 1 else value
+    return value

@@ -1,0 +1,161 @@
+"""Makes inputs for the forward of any model, from its signature and the sizes in its configuration."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from architectures import floating_tensors
+from every_architecture.configurations import FIRST_SPECIAL, IMAGE, WIDTH
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+TOKENS = 12
+ROWS = 2
+
+
+def find_inputs(model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, str]:
+    """Return keyword arguments that a model takes and gives finite outputs for, and "", or None and the last error."""
+    problem = "no input of a kind that is known"
+    for inputs in candidates(model):
+        try:
+            outputs = run(model, inputs)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:150] if str(error).strip() else ''}"
+            continue
+        if outputs and all(value.isfinite().all() for value in outputs) and any(value.numel() for value in outputs):
+            return inputs, ""
+        problem = "outputs are not finite" if outputs else "no output is a floating tensor"
+    return None, problem
+
+
+def run(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """Return every floating tensor that a model gives; random draws in its forward are the same each time."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        given = model(**inputs)
+    return [value.clone() for value in floating_tensors(given if isinstance(given, dict | tuple | list) else [given])]
+
+
+def candidates(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
+    """Yield sets of arguments, the likeliest first."""
+    parameters = inspect.signature(model.forward).parameters
+    required = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    main = model.main_input_name
+    mains = [main] if isinstance(main, str) else list(main)
+    first = [name for name in dict.fromkeys([*mains, *required]) if name in parameters]
+    further = [name for name in ("decoder_input_ids", "input_features", "pixel_values", "input_ids", "bbox", "input_values", "input_boxes", "input_points") if name in parameters and name not in first]
+    encodes_and_decodes = getattr(model.config, "is_encoder_decoder", False)
+    likely = [name for name in further if name == "decoder_input_ids" and encodes_and_decodes]
+    groups = [[*first, *likely], first]
+    groups += [[*first, *likely, name] for name in further if name not in likely]
+    groups += [[*first, *further], ["input_ids"], ["pixel_values"]]
+    tried = []
+    for names in groups:
+        if names and names not in tried and all(name in parameters for name in names):
+            tried.append(names)
+            yield from _with_shapes(model.config, names)
+
+
+def _with_shapes(config: PreTrainedConfig, names: list[str]) -> Iterator[dict[str, Tensor]]:
+    kinds = [_tensors(config, name) for name in names]
+    for values in itertools.islice(itertools.product(*kinds), 12):
+        inputs = {name: value for name, value in zip(names, values, strict=True) if value is not None}
+        if "pixel_values" in inputs and inputs["pixel_values"].ndim == 2:
+            side = int(len(inputs["pixel_values"]) ** 0.5)
+            inputs["grid_thw" if "grid_thw" in names else "image_grid_thw"] = torch.tensor([[1, side, side]])
+        yield inputs
+
+
+def _tensors(config: PreTrainedConfig, name: str) -> list[Tensor | None]:
+    """Return tensors of the shapes that an argument of a name may have."""
+    if name in _MAKERS:
+        return _MAKERS[name](config)
+    if name.endswith("input_ids") or name.endswith("_ids"):
+        return _ids(config)
+    if name.startswith("pixel_values"):
+        return _pixels(config)
+    if name.endswith("mask"):
+        return [torch.ones(ROWS, TOKENS, dtype=torch.long)]
+    if name.endswith(("embeds", "hidden_states", "features", "states")):
+        return [_floats(ROWS, TOKENS, WIDTH), _floats(ROWS, WIDTH, TOKENS)]
+    return [None]
+
+
+def _floats(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2))
+
+
+def _ids(config: PreTrainedConfig) -> list[Tensor | None]:
+    count = min(_size(config, "vocab_size", FIRST_SPECIAL), FIRST_SPECIAL)
+    ids = torch.randint(min(3, count - 1), count, (ROWS, TOKENS), generator=torch.Generator().manual_seed(1))
+    return [ids, ids[:, :, None].expand(-1, -1, _size(config, "num_codebooks", 4)).contiguous()]
+
+
+def _pixels(config: PreTrainedConfig) -> list[Tensor | None]:
+    channels = _size(config, "num_channels", _size(config, "in_channels", 3))
+    side, patch = _size(config, "image_size", IMAGE), _size(config, "patch_size", 8)
+    frames = _size(config, "num_frames", 2)
+    flat = channels * _size(config, "temporal_patch_size", 1) * patch**2
+    grid = 4 if 4 % _size(config, "spatial_merge_size", 2) == 0 else 2 * _size(config, "spatial_merge_size", 2)
+    return [
+        _floats(ROWS, channels, side, side),
+        _floats(ROWS, frames, channels, side, side),
+        _floats(ROWS, channels, 2 * side, 2 * side),
+        _floats(grid * grid, flat),
+        _floats(grid * grid, channels, patch, patch),
+        _floats(ROWS, grid * grid, flat),
+        _floats(ROWS, channels, 64, 64),
+        _floats(ROWS, channels, 224, 224),
+    ]
+
+
+def _spectrogram(config: PreTrainedConfig) -> list[Tensor | None]:
+    bins = next((size for name in ("num_mel_bins", "feature_size", "input_feat_per_channel", "mel_dim", "n_mel_bins", "input_dim", "feature_projection_input_dim") if (size := _size(config, name, 0))), 80)
+    length = 2 * _size(config, "max_source_positions", 32)
+    return [
+        shape(length)
+        for length in (length, 64, 128, 3000)
+        for shape in (lambda length: _floats(ROWS, bins, length), lambda length: _floats(ROWS, length, bins))
+    ]
+
+
+def _wave(config: PreTrainedConfig) -> list[Tensor | None]:
+    return [_floats(ROWS, 2000), _floats(ROWS, 1, 2000), _floats(ROWS, 1, 16000), _floats(ROWS, 16000), *_spectrogram(config)]
+
+
+def _boxes(_: PreTrainedConfig) -> list[Tensor | None]:
+    return [torch.tensor([1, 2, 9, 8]).expand(ROWS, TOKENS, 4).contiguous()]
+
+
+def _grid(config: PreTrainedConfig) -> list[Tensor | None]:
+    return [None]
+
+
+_MAKERS = {
+    "input_features": _spectrogram,
+    "input_values": _wave,
+    "audio_values": _wave,
+    "bbox": _boxes,
+    "grid_thw": _grid,
+    "image_grid_thw": _grid,
+}
+
+
+def _size(config: PreTrainedConfig, name: str, default: int) -> int:
+    """Return a size that a configuration has itself or in the configuration of a part."""
+    values = vars(config)
+    found = values.get(name)
+    if isinstance(found, list | tuple) and found and isinstance(found[0], int):
+        return found[0]
+    if isinstance(found, int) and found > 0:
+        return found
+    inner = [value for value in values.values() if isinstance(value, PreTrainedConfig)]
+    return next((size for each in inner if (size := _size(each, name, 0))), default)

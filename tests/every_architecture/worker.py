@@ -1,0 +1,176 @@
+"""Asks one class everything, in a process of its own, which may crash or hang without harm to the others."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from every_architecture.cells import CELLS, NEED_INPUTS, Subject
+from every_architecture.inputs import find_inputs, run
+from every_architecture.models import Architecture, architectures
+
+from hf_trainweights.errors import TrainWeightsError
+
+SECONDS = 240
+RIGHT = "right"
+# A save forces what it writes to the disk, for which a tiny model would wait as long as for all else.
+_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+def ask(architecture: Architecture, cells: Collection[str] = CELLS, seconds: float = SECONDS) -> dict[str, Any]:
+    """Return what a class answers, asked in a fork of this process.
+
+    Args:
+        architecture: The class and its configuration.
+        cells: Keys of `CELLS`.
+        seconds: After them the process is killed.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="every-", dir=_MEMORY))
+    answer = folder / "answer.json"
+    process = os.fork()
+    if not process:
+        _run_and_exit(architecture, cells, folder, answer)
+    ended = _wait(process, time.monotonic() + seconds)
+    result = json.loads(answer.read_bytes()) if answer.exists() else {"built": "RED: crashed before it was built"}
+    if asking := result.pop("asking", None):
+        result["cells"][asking] = f"RED: {ended}"
+    shutil.rmtree(folder, ignore_errors=True)
+    return result
+
+
+def _wait(process: int, deadline: float) -> str:
+    """Wait for a child, kill it after a deadline, and return how it ended."""
+    while True:
+        ended, status = os.waitpid(process, os.WNOHANG)
+        if ended:
+            return f"the process ended with {os.waitstatus_to_exitcode(status)}"
+        if time.monotonic() > deadline:
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+            return "it did not end in time"
+        time.sleep(0.02)
+
+
+def _run_and_exit(architecture: Architecture, cells: Collection[str], folder: Path, answer: Path) -> None:
+    """Ask a class in this process, write what it answers after each cell, and end."""
+    said = os.open(folder / "said", os.O_RDWR | os.O_CREAT)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    code = 1
+    try:
+        silence()
+        for result in answers(architecture, cells, folder):
+            temporary = answer.with_suffix(".new")
+            temporary.write_text(json.dumps(result))
+            temporary.replace(answer)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def silence() -> None:
+    """Leave out the messages and the threads, which help nobody here."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def answers(architecture: Architecture, cells: Collection[str], folder: Path) -> Any:
+    """Yield what is known of a class, after each cell and before each one that may not end."""
+    result: dict[str, Any] = {"built": True, "cells": {}}
+    try:
+        model = architecture.build()
+    except Exception as error:
+        yield {**result, "built": one_line(error)}
+        return
+    result["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+    yield result
+    inputs, problem = find_inputs(model)
+    if inputs is not None and not _repeats(model, inputs):
+        inputs, problem = None, "the same inputs give other outputs each time"
+    if inputs is None:
+        result["not run"] = problem
+    subject = Subject(model, inputs, folder)
+    try:
+        if subject.not_read:
+            result["not read by Transformers"] = sorted(subject.not_read)[:5]
+    except Exception as error:
+        yield {**result, "not reloaded by Transformers": one_line(error)}
+        return
+    for cell in cells:
+        check, config = CELLS[cell]
+        if inputs is None and check in NEED_INPUTS:
+            result["cells"][cell] = "not asked: no inputs are known"
+            continue
+        yield {**result, "asking": cell}
+        before = set(folder.iterdir())
+        result["cells"][cell] = _outcome(subject, check, config, before)
+        for path in set(folder.iterdir()) - before - {folder / "answer.json"}:
+            shutil.rmtree(path, ignore_errors=True)
+        yield result
+
+
+def _repeats(model: Any, inputs: Any) -> bool:
+    first, second = run(model, inputs), run(model, inputs)
+    return all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def _outcome(subject: Subject, check: Any, config: Any, before: set[Path]) -> str:
+    try:
+        check(subject, config)
+    except TrainWeightsError as error:
+        written = [path for new in set(subject.folder.iterdir()) - before for path in new.rglob("*") if path.is_file()]
+        written = [path for path in written if path.parts[len(subject.folder.parts)] != "float"]
+        if written:
+            return f"RED: {type(error).__name__} after {len(written)} files were written: {one_line(error)}"
+        return f"refused: {one_line(error)}"
+    except Exception as error:
+        return f"RED: {one_line(error)}{_place(error)}"
+    return RIGHT
+
+
+def one_line(error: BaseException) -> str:
+    """Return the type and the first 240 characters of what an error says."""
+    text = re.sub(r"/\S*/every-\w+/|/dev/shm/tmp\w+/", "", " ".join(str(error).split()))
+    return f"{type(error).__name__}: {text[:240]}"
+
+
+def _place(error: BaseException) -> str:
+    """Return where an error that nobody raised on purpose comes from."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "every_architecture" not in frame.filename]
+    if not frames:
+        return ""
+    return f" ({'/'.join(Path(frames[-1].filename).parts[-3:])}:{frames[-1].lineno})"
+
+
+def main() -> None:
+    """Ask one class here, for a debugger: `python -m every_architecture.worker CLASS [CELL ...]`."""
+    name, *cells = sys.argv[1:]
+    architecture = next(each for each in architectures() if name in str(each).split())
+    silence()
+    with tempfile.TemporaryDirectory(dir=_MEMORY) as folder:
+        for result in answers(architecture, cells or CELLS, Path(folder)):
+            last = result
+        print(json.dumps(last, indent=1))
+
+
+if __name__ == "__main__":
+    main()
