@@ -32,6 +32,7 @@ _LIMITS: list[tuple[str, int]] = [
     (r"(.*_)?(q_lora|kv_lora|o_lora|dt)_rank|time_step_rank|mamba_dt_rank|.*lowrank|.*_rank|latent_size|hc_lowrank", 32),
     (r"(.*_)?(num|n)_(k(ey_)?v(alue)?)_(attention_)?heads|num_kv_heads|num_query_groups", 2),
     (r"mamba_(n|num)_heads|n_mamba_heads|ssm_num_heads", 8),
+    (r"qk_head_dim", 2 * HEAD),
     (r"(.*_)?head_(dim|size)|d_kv|d_head|dim_head|mamba_d_head|mamba_headdim|kv_channels|.*head_dim|.*_dim_head", HEAD),
     (r"(.*_)?heads?|(.*_)?n_heads?|num_.*heads|.*_num_heads|.*attention_heads|.*_num_heads", HEADS),
     (r"rotary_dim", 8),
@@ -58,7 +59,8 @@ _LIMITS: list[tuple[str, int]] = [
     (r".*period|.*_interval|.*_frequency|.*_pattern|layer_group_size|.*sparse_step|cross_attention_frequency", 2),
     (r"attn_layer_offset|expert_layer_offset|insert_layer_id|first_k_dense_replace|.*_replace", 1),
     (r"upsample_initial_channel|upsample_groups", WIDTH),
-    (r"num_filters|.*_channels?|.*_channel|.*_units", 32),
+    (r"num_filters", 8),
+    (r".*_channels?|.*_channel|.*_units", 32),
     (r"num_conv_pos_embeddings", 16),
     (r"num_conv_pos_embedding_groups|num_groups", 4),
     (r"(.*_)?(hidden|d|embed|emb|embedding|model|projection|proj|project|output|input|text|vision|latents?)_?(size|dim)", WIDTH),
@@ -105,8 +107,40 @@ def _small(config: PreTrainedConfig, ids: _TokenIds, special: dict[str, Any]) ->
             values[name] = _small(inner, ids, {})
         elif name not in _LEFT_OUT:
             values[name] = _small_value(name, value, layers, ids)
-    values |= special
+    if "depths" in values and isinstance(values.get("embed_dim"), int):
+        values["embed_dim"] = WIDTH // 2  # it doubles at each stage
+    values |= _key_value_heads(config.to_dict(), values) | _stages(config, values) | special
     return type(config)(**values)
+
+
+def _key_value_heads(defaults: dict[str, Any], values: dict[str, Any]) -> dict[str, int]:
+    """Return as many heads of keys as of queries where a configuration has so by default."""
+    heads = {}
+    for name, value in defaults.items():
+        queries = next((each for each in _queries(name) if type(defaults.get(each)) is int), None)
+        if queries and type(value) is int and (value == defaults[queries] or "qk_rope_head_dim" in values):
+            heads[name] = values[queries]
+    return heads
+
+
+def _queries(name: str) -> list[str]:
+    """Return how the number of heads may be called that belongs to that of the keys."""
+    if not re.search(r"(key_value|kv)_(attention_)?heads$|num_query_groups", name):
+        return []
+    plain = re.sub(r"(key_value_attention|key_value|kv)_heads$", "heads", name)
+    return [re.sub(r"(key_value_attention|key_value|kv)_heads$", "attention_heads", name), plain, "n_head", "n_heads"]
+
+
+def _stages(config: PreTrainedConfig, values: dict[str, Any]) -> dict[str, Any]:
+    """Return which stages a backbone gives out: as many as by default, for which it may need more layers."""
+    names, given = getattr(config, "stage_names", None), getattr(config, "out_features", None)
+    if not names or not given:
+        return {}
+    name = next((each for each in _NUMBER_OF_LAYERS if vars(config).get(each) == len(names) - 1), None)
+    if name is None or len(given) == 1 or isinstance(values.get("layer_types"), list):
+        return {} if name else {"out_features": list(given)}
+    layers = max(len(given), values[name])
+    return {name: layers, "out_indices": list(range(layers - len(given) + 1, layers + 1))}
 
 
 class _TokenIds:
@@ -145,6 +179,15 @@ def _small_value(name: str, value: Any, layers: tuple[int, list[int]], ids: _Tok
     count, picked = layers
     if re.search(r"_token_(id|index)s?$|_token_id|^(bos|eos|pad)_|_(id|index)$", name):
         return _new_ids(value, ids)
+    if name == "per_layer_config":
+        return {
+            new: {inner: _small_value(inner, each, layers, ids) for inner, each in entries.items()}
+            for new, old in enumerate(picked)
+            for number, entries in value.items()
+            if int(number) == old
+        }
+    if value is None:
+        return {"head_dim": HEAD, "num_experts_per_tok": 2}.get(name)
     if isinstance(value, dict):
         return _small_rope(value) if name.startswith("rope") else value
     if isinstance(value, list):
@@ -195,7 +238,7 @@ def _small_list(name: str, value: list[Any], layers: tuple[int, list[int]]) -> l
     if _DEPTHS.fullmatch(name):
         return [1] * len(value)
     if _HEADS.fullmatch(name):
-        return [min(each, HEADS) for each in value]
+        return [1 << min(each, HEADS).bit_length() - 1 for each in value]
     if _WIDTHS.fullmatch(name):
         return [min(each, WIDTH) for each in value]
     if _INDICES.fullmatch(name):

@@ -15,21 +15,22 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 TOKENS = 12
 ROWS = 2
+_GRID = 4
 
 
 def find_inputs(model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, str]:
     """Return keyword arguments that a model takes and gives finite outputs for, and "", or None and the last error."""
-    problem = "no input of a kind that is known"
+    problems = []
     for inputs in candidates(model):
         try:
             outputs = run(model, inputs)
         except Exception as error:
-            problem = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:150] if str(error).strip() else ''}"
+            problems.append(f"{type(error).__name__}: {' '.join(str(error).split())[:150]}")
             continue
-        if outputs and all(value.isfinite().all() for value in outputs) and any(value.numel() for value in outputs):
+        if any(value.numel() for value in outputs) and all(value.isfinite().all() for value in outputs):
             return inputs, ""
-        problem = "outputs are not finite" if outputs else "no output is a floating tensor"
-    return None, problem
+        problems.append("outputs are not finite" if outputs else "no output is a floating tensor")
+    return None, problems[0] if problems else "no input of a kind that is known"
 
 
 def run(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[Tensor]:
@@ -65,13 +66,22 @@ def candidates(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
 
 
 def _with_shapes(config: PreTrainedConfig, names: list[str]) -> Iterator[dict[str, Tensor]]:
+    grids = [name for name in names if name.endswith("grid_thw")]
+    if grids:
+        # The patches of all images stand one after the other, and the grid says which are of which image.
+        yield {
+            name: torch.tensor([[1, _GRID, _GRID]]) if name in grids else _patches(config)
+            for name in names
+            if name in grids or name in ("pixel_values", "hidden_states")
+        }
     kinds = [_tensors(config, name) for name in names]
     for values in itertools.islice(itertools.product(*kinds), 12):
-        inputs = {name: value for name, value in zip(names, values, strict=True) if value is not None}
-        if "pixel_values" in inputs and inputs["pixel_values"].ndim == 2:
-            side = int(len(inputs["pixel_values"]) ** 0.5)
-            inputs["grid_thw" if "grid_thw" in names else "image_grid_thw"] = torch.tensor([[1, side, side]])
-        yield inputs
+        yield {name: value for name, value in zip(names, values, strict=True) if value is not None}
+
+
+def _patches(config: PreTrainedConfig) -> Tensor:
+    channels = _size(config, "num_channels", _size(config, "in_channels", 3))
+    return _floats(_GRID**2, channels * _size(config, "temporal_patch_size", 1) * _size(config, "patch_size", 8) ** 2)
 
 
 def _tensors(config: PreTrainedConfig, name: str) -> list[Tensor | None]:
@@ -103,15 +113,13 @@ def _pixels(config: PreTrainedConfig) -> list[Tensor | None]:
     channels = _size(config, "num_channels", _size(config, "in_channels", 3))
     side, patch = _size(config, "image_size", IMAGE), _size(config, "patch_size", 8)
     frames = _size(config, "num_frames", 2)
-    flat = channels * _size(config, "temporal_patch_size", 1) * patch**2
-    grid = 4 if 4 % _size(config, "spatial_merge_size", 2) == 0 else 2 * _size(config, "spatial_merge_size", 2)
     return [
         _floats(ROWS, channels, side, side),
         _floats(ROWS, frames, channels, side, side),
         _floats(ROWS, channels, 2 * side, 2 * side),
-        _floats(grid * grid, flat),
-        _floats(grid * grid, channels, patch, patch),
-        _floats(ROWS, grid * grid, flat),
+        _patches(config),
+        _patches(config).unflatten(1, (-1, patch, patch)),
+        _patches(config).expand(ROWS, -1, -1).contiguous(),
         _floats(ROWS, channels, 64, 64),
         _floats(ROWS, channels, 224, 224),
     ]
@@ -135,8 +143,19 @@ def _boxes(_: PreTrainedConfig) -> list[Tensor | None]:
     return [torch.tensor([1, 2, 9, 8]).expand(ROWS, TOKENS, 4).contiguous()]
 
 
-def _grid(config: PreTrainedConfig) -> list[Tensor | None]:
-    return [None]
+def _series(config: PreTrainedConfig) -> list[Tensor | None]:
+    length, channels = _size(config, "context_length", 16), _size(config, "num_input_channels", 1)
+    lags = max(getattr(config, "lags_sequence", [0]))
+    return [_floats(ROWS, length + lags), _floats(ROWS, length, channels), _floats(ROWS, 32)]
+
+
+def _time_features(config: PreTrainedConfig) -> list[Tensor | None]:
+    length = _size(config, "context_length", 16) + max(getattr(config, "lags_sequence", [0]))
+    return [_floats(ROWS, length, 0)]
+
+
+def _observed(config: PreTrainedConfig) -> list[Tensor | None]:
+    return [torch.ones_like(value) for value in _series(config) if value is not None]
 
 
 _MAKERS = {
@@ -144,8 +163,10 @@ _MAKERS = {
     "input_values": _wave,
     "audio_values": _wave,
     "bbox": _boxes,
-    "grid_thw": _grid,
-    "image_grid_thw": _grid,
+    "past_values": _series,
+    "past_time_features": _time_features,
+    "future_time_features": _time_features,
+    "past_observed_mask": _observed,
 }
 
 
