@@ -1,7 +1,7 @@
-"""Asks every architecture of Transformers what this package promises: `PYTHONPATH=tests python -m tests.every_architecture`.
+"""Asks every architecture of Transformers what this package promises: `python -m tests.every_architecture`.
 
-It prints a line for each class and writes the results after each, so that a run that was stopped goes on where it was.
-The exit code is 1 if a cell is red, or, with `--new-since`, if one is that was not.
+It prints a line for each class. With `--record` it writes the results after each, and a run that was stopped goes on
+where it was. The exit code is 1 if a cell is red that the file of `--new-since` does not call red.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import datetime
 import json
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,34 +20,45 @@ sys.path[:0] = [str(TESTS), str(TESTS.parent)]  # as pytest has it
 
 from every_architecture.cells import CELLS  # noqa: E402 (it lies on the path above)
 from every_architecture.models import architectures, one_of_each_type  # noqa: E402
-from every_architecture.worker import SECONDS, ask  # noqa: E402
+from every_architecture.worker import RED, SECONDS, Answer, ask, warm_up  # noqa: E402
 
 from benchmarks.machine import commit, versions  # noqa: E402
-
-RESULT = TESTS.parent / "benchmarks" / "results" / "every_architecture.json"
 
 
 def main() -> int:
     """Ask, print, record, and return the exit code."""
     options = _options()
     chosen = architectures() if options.all else one_of_each_type()
-    chosen = [each for each in chosen if re.search(options.only, str(each))]
+    names = {str(each): each for each in chosen if re.search(options.only, str(each))}
     cells = [name for name in CELLS if re.search(options.cells, name)]
-    before = json.loads(options.new_since.read_bytes())["rows"] if options.new_since else {}
-    report = _report(options.record)
-    rows = report["rows"]
-    for number, architecture in enumerate(chosen, 1):
-        name = str(architecture)
-        missing = [cell for cell in cells if cell not in rows.get(name, {}).get("cells", {})]
-        if not missing:
-            continue
-        answer = ask(architecture, missing, options.seconds)
-        answer["cells"] = {**rows.get(name, {}).get("cells", {}), **answer.get("cells", {})}
-        rows[name] = answer
-        print(f"{number}/{len(chosen)} {name}: {_line(answer)}", flush=True)
-        if options.record:
-            options.record.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    return 0
+    known = json.loads(options.new_since.read_bytes())["rows"] if options.new_since else {}
+    report, is_worse = _report(options.record), False
+    rows: dict[str, Answer] = report["rows"]
+    warm_up()
+    for number, (name, architecture) in enumerate(names.items(), 1):
+        answered = rows.get(name, {}).get("cells", {})
+        missing = [cell for cell in cells if cell not in answered]
+        if missing:
+            answer = ask(architecture, missing, options.seconds)
+            rows[name] = answer | {"cells": answered | answer["cells"]}
+            _write(report, options.record)
+        news = changes(rows[name], known.get(name, {}))
+        is_worse |= any(text.startswith(RED) for text in news.values())
+        if missing or news:
+            print(f"{number}/{len(names)} {name}: {_summary(rows[name], news)}", flush=True)
+    return int(is_worse)
+
+
+def changes(answer: Answer, before: Answer) -> dict[str, str]:
+    """Return the outcomes of a class that are not those of an earlier answer; of a new class those that are red."""
+    old = before.get("cells")
+    if old is None:
+        return {cell: text for cell, text in answer["cells"].items() if text.startswith(RED)}
+    return {cell: text for cell, text in answer["cells"].items() if _kind(text) != _kind(old.get(cell, text))}
+
+
+def _kind(outcome: str) -> str:
+    return outcome.partition(":")[0]
 
 
 def _options() -> argparse.Namespace:
@@ -56,7 +68,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--all", action="store_true", help="all classes, not one of each model type")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for one class")
     parser.add_argument("--record", type=Path, help="write the results to this file, and leave out what it has")
-    parser.add_argument("--new-since", type=Path, metavar="FILE", help="show what another file says otherwise")
+    parser.add_argument("--new-since", type=Path, metavar="FILE", help="compare with the results in a file")
     return parser.parse_args()
 
 
@@ -67,15 +79,26 @@ def _report(path: Path | None) -> dict[str, Any]:
     return {"date": today, "commit": commit(), "versions": versions("peft", "compressed-tensors"), "rows": {}}
 
 
-def _line(answer: dict[str, Any]) -> str:
-    """Return the counts of a class, and its red cells."""
+def _write(report: dict[str, Any], path: Path | None) -> None:
+    """Write a report with a line for each class, beside the file and then over it."""
+    if path is None:
+        return
+    head = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in report.items() if key != "rows"]
+    rows = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(report["rows"].items())]
+    text = "{\n" + ",\n".join([*head, '"rows": {\n' + ",\n".join(rows) + "\n}"]) + "\n}\n"
+    temporary = path.with_suffix(".new")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def _summary(answer: Answer, news: dict[str, str]) -> str:
+    """Return the counts of a class, and the outcomes that are new."""
     if answer["built"] is not True:
         return f"not built: {answer['built']}"
-    outcomes = answer["cells"]
-    counts = [f"{sum(text.startswith(kind) for text in outcomes.values())} {kind}" for kind in ("right", "refused", "RED")]
-    red = "".join(f"\n    {cell}: {text}" for cell, text in outcomes.items() if text.startswith("RED"))
-    notes = [key for key in ("not run", "not read by Transformers", "not reloaded by Transformers") if key in answer]
-    return ", ".join(counts + notes) + red
+    counts = Counter(map(_kind, answer["cells"].values()))
+    notes = [key for key in answer if key.startswith("not ")]
+    new = "".join(f"\n    {cell}: {text}" for cell, text in news.items())
+    return ", ".join([*(f"{count} {kind}" for kind, count in counts.items()), *notes]) + new
 
 
 if __name__ == "__main__":

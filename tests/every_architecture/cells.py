@@ -12,12 +12,12 @@ import torch
 from every_architecture.comparing import (
     DifferenceError,
     differing,
-    distance,
+    require_near,
     require_same,
     require_same_files,
-    require_same_outputs,
 )
 from every_architecture.inputs import run
+from every_architecture.training import require_resume, with_adapters, with_float_parts
 from torch import Tensor
 from transformers import CompressedTensorsConfig, PreTrainedModel
 
@@ -34,6 +34,8 @@ from hf_trainweights.checkpoint import compress_directory
 FORMATS: dict[str, dict[str, Any]] = {"int8": {"format": "int8"}, "int4": {"format": "int4", "group_size": 32}}
 # Of outputs in float32, relative to their norm: a product rounds otherwise than that of the dequantized weight.
 NEAR = 1e-3
+# Equal weights give other last digits where PyTorch chooses a convolution by the address of its weight.
+SAME = 1e-6
 
 
 class Subject:
@@ -68,6 +70,10 @@ class Subject:
         """Return the model in a directory, loaded by its own class."""
         return type(self.model).from_pretrained(directory, **options).eval()
 
+    def loaded(self, config: dict[str, Any]) -> PreTrainedModel:
+        """Return the model quantized while it is loaded."""
+        return self.load(self.float_directory, quantization_config=TrainWeightsConfig(**config))
+
     def quantized(self, config: dict[str, Any]) -> PreTrainedModel:
         """Return the model quantized in place."""
         model = self.float_model()
@@ -78,7 +84,7 @@ class Subject:
         """Check that two models are the same and compute the same, but for what Transformers does not read."""
         require_same(actual, expected, self.not_read)
         if self.inputs is not None and not self.not_read:
-            require_same_outputs(run(actual, self.inputs), run(expected, self.inputs))
+            require_near(run(actual, self.inputs), run(expected, self.inputs), SAME)
 
     def new_directory(self, name: str) -> Path:
         """Return a path for one cell to write to, of which a refusal must leave nothing."""
@@ -87,7 +93,7 @@ class Subject:
 
 def loads_as_in_place(subject: Subject, config: dict[str, Any]) -> None:
     """Quantizing while loading gives the model that quantizing in place gives."""
-    loaded = subject.load(subject.float_directory, quantization_config=TrainWeightsConfig(**config))
+    loaded = subject.loaded(config)
     subject.require_same(loaded, subject.quantized(config))
 
 
@@ -100,9 +106,7 @@ def computes_as_dequantized(subject: Subject, config: dict[str, Any]) -> None:
     dequantized.dequantize()
     if any(isinstance(parameter, QuantizedTensor) for parameter in dequantized.parameters()):
         raise DifferenceError("dequantize leaves quantized weights")
-    error = distance(found, run(dequantized, subject.inputs))
-    if not error <= NEAR:
-        raise DifferenceError(f"outputs are {error:.1g} from those of the dequantized model")
+    require_near(found, run(dequantized, subject.inputs), NEAR)
 
 
 def saves(subject: Subject, config: dict[str, Any], **options: Any) -> None:
@@ -129,9 +133,21 @@ def directory_as_in_place(subject: Subject, config: dict[str, Any]) -> None:
     out, expected = subject.new_directory("directory"), subject.new_directory("expected")
     quantize_directory(subject.float_directory, out, TrainWeightsConfig(**config))
     subject.require_same(subject.load(out), subject.quantized(config))
-    loaded = subject.load(subject.float_directory, quantization_config=TrainWeightsConfig(**config))
+    loaded = subject.loaded(config)
     loaded.save_pretrained(expected)
     require_same_files(out, expected)
+
+
+def trains_adapters(subject: Subject, config: dict[str, Any]) -> None:
+    """A resume of LoRA on the quantized model has its weights to the bit."""
+    assert subject.inputs is not None
+    require_resume(lambda: with_adapters(subject.loaded(config)), subject.inputs, subject.new_directory("adapters"))
+
+
+def trains_float_parts(subject: Subject, config: dict[str, Any]) -> None:
+    """A resume of training what is in float has its weights to the bit."""
+    assert subject.inputs is not None
+    require_resume(lambda: with_float_parts(subject.loaded(config)), subject.inputs, subject.new_directory("trained"))
 
 
 def float_checkpoint(subject: Subject, _: dict[str, Any]) -> None:
@@ -190,8 +206,10 @@ CELLS: dict[str, tuple[Check, dict[str, Any]]] = {
     **_in_both("safetensors", saves),
     **_in_both("bin", saves_bin),
     **_in_both("directory", directory_as_in_place),
+    "LoRA": (trains_adapters, FORMATS["int8"]),
+    "float parts": (trains_float_parts, FORMATS["int8"]),
     "checkpoint": (float_checkpoint, {}),
     "calibration": (calibrates, EMBEDDED["int4"]),
     **_in_both("compressed-tensors", exports_compressed_tensors, FORMATS),
 }
-NEED_INPUTS = {computes_as_dequantized, calibrates}
+NEED_INPUTS = {computes_as_dequantized, calibrates, trains_adapters, trains_float_parts}

@@ -22,13 +22,9 @@ def require_same(actual: nn.Module, expected: nn.Module, ignored: Collection[str
     Raises:
         DifferenceError: They do not.
     """
-    found, wanted = dict(_tensors(actual)), dict(_tensors(expected))
-    names = (found.keys() ^ wanted.keys()) | {
-        name for name in found.keys() & wanted.keys() if not _is_same(found[name], wanted[name])
-    }
-    names = sorted(names - set(ignored))
+    names = sorted(differing(actual, expected) - set(ignored))
     if names:
-        raise DifferenceError(f"{len(names)} of {len(wanted)} tensors differ: {', '.join(names[:3])}")
+        raise DifferenceError(f"{len(names)} tensors differ: {', '.join(names[:3])}")
     if _tied(actual) != _tied(expected):
         raise DifferenceError(f"ties differ: {sorted(map(sorted, _tied(actual) ^ _tied(expected)))[:2]}")
 
@@ -40,14 +36,15 @@ def differing(actual: nn.Module, expected: nn.Module) -> set[str]:
     return (found.keys() ^ wanted.keys()) | {name for name in common if not _is_same(found[name], wanted[name])}
 
 
-def require_same_outputs(actual: list[Tensor], expected: list[Tensor]) -> None:
-    """Check that outputs are equal to the bit.
+def require_near(actual: list[Tensor], expected: list[Tensor], bound: float) -> None:
+    """Check that outputs differ by no more than a share of their norm.
 
     Raises:
-        DifferenceError: They are not.
+        DifferenceError: They do.
     """
-    if len(actual) != len(expected) or not all(map(_is_same, actual, expected)):
-        raise DifferenceError(f"outputs differ by {distance(actual, expected):.1g}")
+    error = distance(actual, expected)
+    if not error <= bound:
+        raise DifferenceError(f"outputs differ by {error:.1g}")
 
 
 def distance(actual: list[Tensor], expected: list[Tensor]) -> float:

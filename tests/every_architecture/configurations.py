@@ -29,7 +29,10 @@ _LIMITS: list[tuple[str, int]] = [
     (r"(.*_)?type_vocab_sizes?|n_langs|num_speakers|num_labels|.*_n_levels|num_feature_levels|num_stages", 16),
     (r".*vocab(_size)?|.*vocab_size.*|num_embeddings|num_embeds|.*vocab_offset|additional_vocab_size", VOCABULARY),
     (r"num_feat_extract_layers|num_channels(_out)?|in_chan(nel)?s|audio_channels|input_channels|stem_num_channels", 16),
-    (r"(.*_)?(q_lora|kv_lora|o_lora|dt)_rank|time_step_rank|mamba_dt_rank|.*lowrank|.*_rank|latent_size|hc_lowrank", 32),
+    (
+        r"(.*_)?(q_lora|kv_lora|o_lora|dt)_rank|time_step_rank|mamba_dt_rank|.*lowrank|.*_rank|latent_size|hc_lowrank",
+        32,
+    ),
     (r"(.*_)?(num|n)_(k(ey_)?v(alue)?)_(attention_)?heads|num_kv_heads|num_query_groups", 2),
     (r"mamba_(n|num)_heads|n_mamba_heads|ssm_num_heads", 8),
     (r"qk_head_dim", 2 * HEAD),
@@ -54,7 +57,10 @@ _LIMITS: list[tuple[str, int]] = [
     (r".*(codebook_size|num_codevectors_per_group|codebook_vocab_size|bins?)", 32),
     (r"num_quantizers|num_codebooks|num_code_groups|n_codebooks", 4),
     (r"num_frames|frames_per_clip", 4),
-    (r"(n|num|encoder|decoder|.*_n|.*_num)_(hidden_)?layers?|n_layer|(.*_)?depth|.*_layers|layers|num_layers_.*", LAYERS),
+    (
+        r"(n|num|encoder|decoder|.*_n|.*_num)_(hidden_)?layers?|n_layer|(.*_)?depth|.*_layers|layers|num_layers_.*",
+        LAYERS,
+    ),
     (r"num_blocks|num_.*_blocks|.*_blocks|num_hidden_groups|.*num_layers|.*_depth|.*num_hidden_layers", LAYERS),
     (r".*period|.*_interval|.*_frequency|.*_pattern|layer_group_size|.*sparse_step|cross_attention_frequency", 2),
     (r"attn_layer_offset|expert_layer_offset|insert_layer_id|first_k_dense_replace|.*_replace", 1),
@@ -63,7 +69,10 @@ _LIMITS: list[tuple[str, int]] = [
     (r".*_channels?|.*_channel|.*_units", 32),
     (r"num_conv_pos_embeddings", 16),
     (r"num_conv_pos_embedding_groups|num_groups", 4),
-    (r"(.*_)?(hidden|d|embed|emb|embedding|model|projection|proj|project|output|input|text|vision|latents?)_?(size|dim)", WIDTH),
+    (
+        r"(.*_)?(hidden|d|embed|emb|embedding|model|projection|proj|project|output|input|text|vision|latents?)_?(size|dim)",
+        WIDTH,
+    ),
     (r"d_model|d_latents|dim|width|.*_width|n_embd|emb_dim|embedding_dimension|.*_dim(ension)?|.*_dims?", WIDTH),
     (r".*hidden_size.*|.*embed_dim|.*_size_global|projection_size|entity_emb_size|(.*_)?embedding_size", WIDTH),
     (r"pooler_output_size|classifier_proj_size|prediction_head_size|.*feature_size|retrieval_vector_size", WIDTH),
@@ -76,7 +85,9 @@ _KEPT = re.compile(
 )
 _WIDTHS = re.compile(r".*(hidden_sizes|embed_dims?|channels|dims?|neck_.*sizes|conv_dim|tdnn_dim|sizes|feature_dims).*")
 _HEADS = re.compile(r".*heads.*")
-_DEPTHS = re.compile(r"depths|.*depths|stage_num_blocks|blocks_per_stage|stage_numb_of_layers|block_repeats|n_attn_blocks")
+_DEPTHS = re.compile(
+    r"depths|.*depths|stage_num_blocks|blocks_per_stage|stage_numb_of_layers|block_repeats|n_attn_blocks"
+)
 _INDICES = re.compile(r".*(indices|indexes|layer_ids|idxs|hook_ids|_layers|layer|attention_blocks|block_index.*)")
 _NUMBER_OF_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "encoder_layers")
 _LEFT_OUT = {"id2label", "label2id", "out_features", "out_indices", "stage_names", "architectures", "dtype"}

@@ -52,7 +52,20 @@ def candidates(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
     main = model.main_input_name
     mains = [main] if isinstance(main, str) else list(main)
     first = [name for name in dict.fromkeys([*mains, *required]) if name in parameters]
-    further = [name for name in ("decoder_input_ids", "input_features", "pixel_values", "input_ids", "bbox", "input_values", "input_boxes", "input_points") if name in parameters and name not in first]
+    further = [
+        name
+        for name in (
+            "decoder_input_ids",
+            "input_features",
+            "pixel_values",
+            "input_ids",
+            "bbox",
+            "input_values",
+            "input_boxes",
+            "input_points",
+        )
+        if name in parameters and name not in first
+    ]
     encodes_and_decodes = getattr(model.config, "is_encoder_decoder", False)
     likely = [name for name in further if name == "decoder_input_ids" and encodes_and_decodes]
     groups = [[*first, *likely], first]
@@ -126,7 +139,22 @@ def _pixels(config: PreTrainedConfig) -> list[Tensor | None]:
 
 
 def _spectrogram(config: PreTrainedConfig) -> list[Tensor | None]:
-    bins = next((size for name in ("num_mel_bins", "feature_size", "input_feat_per_channel", "mel_dim", "n_mel_bins", "input_dim", "feature_projection_input_dim") if (size := _size(config, name, 0))), 80)
+    bins = next(
+        (
+            size
+            for name in (
+                "num_mel_bins",
+                "feature_size",
+                "input_feat_per_channel",
+                "mel_dim",
+                "n_mel_bins",
+                "input_dim",
+                "feature_projection_input_dim",
+            )
+            if (size := _size(config, name, 0))
+        ),
+        80,
+    )
     length = 2 * _size(config, "max_source_positions", 32)
     return [
         shape(length)
@@ -136,7 +164,13 @@ def _spectrogram(config: PreTrainedConfig) -> list[Tensor | None]:
 
 
 def _wave(config: PreTrainedConfig) -> list[Tensor | None]:
-    return [_floats(ROWS, 2000), _floats(ROWS, 1, 2000), _floats(ROWS, 1, 16000), _floats(ROWS, 16000), *_spectrogram(config)]
+    return [
+        _floats(ROWS, 2000),
+        _floats(ROWS, 1, 2000),
+        _floats(ROWS, 1, 16000),
+        _floats(ROWS, 16000),
+        *_spectrogram(config),
+    ]
 
 
 def _boxes(_: PreTrainedConfig) -> list[Tensor | None]:

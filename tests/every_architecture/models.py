@@ -17,10 +17,10 @@ from transformers.models.auto import modeling_auto
 _PREFERRED = (
     "FOR_MULTIMODAL_LM",
     "FOR_IMAGE_TEXT_TO_TEXT",
-    "FOR_CAUSAL_LM",
     "FOR_SEQ_TO_SEQ_CAUSAL_LM",
     "FOR_SPEECH_SEQ_2_SEQ",
     "FOR_MASKED_LM",
+    "FOR_CAUSAL_LM",
     "FOR_PRETRAINING",
     "FOR_ZERO_SHOT_IMAGE_CLASSIFICATION",
     "FOR_CTC",
@@ -74,11 +74,11 @@ def architectures() -> list[Architecture]:
 
 
 def one_of_each_type() -> list[Architecture]:
-    """Return the preferred class of each model type."""
+    """Return the preferred class of each model type, language models first."""
     best: dict[str, Architecture] = {}
     for architecture in architectures():
         best.setdefault(architecture.model_type, architecture)
-    return sorted(best.values())
+    return list(best.values())
 
 
 def _tasks() -> Iterator[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import logging
 import os
@@ -13,7 +15,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +24,19 @@ import transformers
 from every_architecture.cells import CELLS, NEED_INPUTS, Subject
 from every_architecture.inputs import find_inputs, run
 from every_architecture.models import Architecture, architectures
+from every_architecture.training import NotAskedError
 
 from hf_trainweights.errors import TrainWeightsError
 
 SECONDS = 240
-RIGHT = "right"
+RIGHT, RED = "right", "RED"
+# What is known of a class: whether it was built, why its forward was not run, and the outcome of each cell.
+Answer = dict[str, Any]
 # A save forces what it writes to the disk, for which a tiny model would wait as long as for all else.
 _MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
-def ask(architecture: Architecture, cells: Collection[str] = CELLS, seconds: float = SECONDS) -> dict[str, Any]:
+def ask(architecture: Architecture, cells: Collection[str] = CELLS, seconds: float = SECONDS) -> Answer:
     """Return what a class answers, asked in a fork of this process.
 
     Args:
@@ -45,9 +50,9 @@ def ask(architecture: Architecture, cells: Collection[str] = CELLS, seconds: flo
     if not process:
         _run_and_exit(architecture, cells, folder, answer)
     ended = _wait(process, time.monotonic() + seconds)
-    result = json.loads(answer.read_bytes()) if answer.exists() else {"built": "RED: crashed before it was built"}
+    result = json.loads(answer.read_bytes()) if answer.exists() else {"built": f"{RED}: {ended}", "cells": {}}
     if asking := result.pop("asking", None):
-        result["cells"][asking] = f"RED: {ended}"
+        result["cells"][asking] = f"{RED}: {ended}"
     shutil.rmtree(folder, ignore_errors=True)
     return result
 
@@ -84,6 +89,18 @@ def _run_and_exit(architecture: Architecture, cells: Collection[str], folder: Pa
         os._exit(code)
 
 
+def warm_up() -> None:
+    """Import what every class needs, once for all forks of this process.
+
+    The garbage collector does not look through it again, which would copy its memory in each fork.
+    """
+    silence()
+    with tempfile.TemporaryDirectory(dir=_MEMORY) as folder, contextlib.redirect_stdout(None):
+        for _ in answers(Architecture("bert", "BertForMaskedLM"), CELLS, Path(folder)):
+            pass
+    gc.freeze()
+
+
 def silence() -> None:
     """Leave out the messages and the threads, which help nobody here."""
     torch.set_num_threads(1)
@@ -93,9 +110,9 @@ def silence() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def answers(architecture: Architecture, cells: Collection[str], folder: Path) -> Any:
+def answers(architecture: Architecture, cells: Collection[str], folder: Path) -> Iterator[Answer]:
     """Yield what is known of a class, after each cell and before each one that may not end."""
-    result: dict[str, Any] = {"built": True, "cells": {}}
+    result: Answer = {"built": True, "cells": {}}
     try:
         model = architecture.build()
     except Exception as error:
@@ -136,14 +153,16 @@ def _repeats(model: Any, inputs: Any) -> bool:
 def _outcome(subject: Subject, check: Any, config: Any, before: set[Path]) -> str:
     try:
         check(subject, config)
+    except NotAskedError as error:
+        return f"not asked: {error}"
     except TrainWeightsError as error:
         written = [path for new in set(subject.folder.iterdir()) - before for path in new.rglob("*") if path.is_file()]
         written = [path for path in written if path.parts[len(subject.folder.parts)] != "float"]
         if written:
-            return f"RED: {type(error).__name__} after {len(written)} files were written: {one_line(error)}"
+            return f"{RED}: {type(error).__name__} after {len(written)} files were written: {one_line(error)}"
         return f"refused: {one_line(error)}"
     except Exception as error:
-        return f"RED: {one_line(error)}{_place(error)}"
+        return f"{RED}: {one_line(error)}{_place(error)}"
     return RIGHT
 
 
@@ -155,7 +174,9 @@ def one_line(error: BaseException) -> str:
 
 def _place(error: BaseException) -> str:
     """Return where an error that nobody raised on purpose comes from."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "every_architecture" not in frame.filename]
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if "every_architecture" not in frame.filename
+    ]
     if not frames:
         return ""
     return f" ({'/'.join(Path(frames[-1].filename).parts[-3:])}:{frames[-1].lineno})"
