@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks import every_architecture
 from benchmarks.checkpoints.tables import CHECKPOINT_TABLES, CheckpointTable
 from benchmarks.markdown import table
 from benchmarks.speed import tables as speed_tables
@@ -606,7 +607,16 @@ def checkpoint_plan() -> str:
     return f"{table(header, rows)}\n\n{caption}"
 
 
+def architectures(make: Callable[[dict[str, Any]], str]) -> str:
+    """Return a table of what one class of each model type has answered."""
+    return make(read("every_architecture"))
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "architectures": partial(architectures, every_architecture.outcomes),
+    "architectures-wrong": partial(architectures, every_architecture.wrong),
+    "architectures-refused": partial(architectures, every_architecture.refused),
+    "architectures-left-out": partial(architectures, every_architecture.left_out),
     "checkpoint-cores": checkpoint_cores,
     "checkpoint-beside": checkpoint_beside,
     "checkpoint-plan": checkpoint_plan,

@@ -17,12 +17,19 @@ from every_architecture.comparing import (
     require_same_files,
 )
 from every_architecture.inputs import run
-from every_architecture.training import require_resume, with_adapters, with_float_parts
+from every_architecture.training import (
+    NotAskedError,
+    quantized_linears,
+    require_resume,
+    with_adapters,
+    with_float_parts,
+)
 from torch import Tensor
 from transformers import CompressedTensorsConfig, PreTrainedModel
 
 from hf_trainweights import (
     QuantizedTensor,
+    TrainWeightsCheckpointCallback,
     TrainWeightsConfig,
     export_compressed_tensors,
     quantize_,
@@ -100,13 +107,13 @@ def loads_as_in_place(subject: Subject, config: dict[str, Any]) -> None:
 def computes_as_dequantized(subject: Subject, config: dict[str, Any]) -> None:
     """The outputs are near those of the dequantized model, and not those of the float model."""
     model = subject.quantized(config)
-    assert subject.inputs is not None
-    found = run(model, subject.inputs)
+    inputs = _known(subject.inputs)
+    found = run(model, inputs)
     dequantized = copy.deepcopy(model)
     dequantized.dequantize()
     if any(isinstance(parameter, QuantizedTensor) for parameter in dequantized.parameters()):
         raise DifferenceError("dequantize leaves quantized weights")
-    require_near(found, run(dequantized, subject.inputs), NEAR)
+    require_near(found, run(dequantized, inputs), NEAR)
 
 
 def saves(subject: Subject, config: dict[str, Any], **options: Any) -> None:
@@ -140,14 +147,25 @@ def directory_as_in_place(subject: Subject, config: dict[str, Any]) -> None:
 
 def trains_adapters(subject: Subject, config: dict[str, Any]) -> None:
     """A resume of LoRA on the quantized model has its weights to the bit."""
-    assert subject.inputs is not None
-    require_resume(lambda: with_adapters(subject.loaded(config)), subject.inputs, subject.new_directory("adapters"))
+    inputs, folder = _known(subject.inputs), subject.new_directory("adapters")
+    names = quantized_linears(subject.loaded(config))
+    try:
+        callback = TrainWeightsCheckpointCallback()
+        require_resume(lambda: with_adapters(subject.loaded(config), names), inputs, folder, callback)
+    except (DifferenceError, ValueError) as error:
+        try:
+            alone = subject.new_directory("alone")
+            require_resume(lambda: with_adapters(subject.float_model(), names), inputs, alone)
+        except (DifferenceError, ValueError):
+            raise NotAskedError("Transformers and PEFT alone do not train or resume such adapters") from error
+        raise
 
 
 def trains_float_parts(subject: Subject, config: dict[str, Any]) -> None:
     """A resume of training what is in float has its weights to the bit."""
-    assert subject.inputs is not None
-    require_resume(lambda: with_float_parts(subject.loaded(config)), subject.inputs, subject.new_directory("trained"))
+    inputs, callback = _known(subject.inputs), TrainWeightsCheckpointCallback()
+    folder = subject.new_directory("trained")
+    require_resume(lambda: with_float_parts(subject.loaded(config)), inputs, folder, callback)
 
 
 def float_checkpoint(subject: Subject, _: dict[str, Any]) -> None:
@@ -160,11 +178,11 @@ def float_checkpoint(subject: Subject, _: dict[str, Any]) -> None:
 
 def calibrates(subject: Subject, config: dict[str, Any]) -> None:
     """Calibration with the model's own kind of inputs leaves them alone, gains, and the model saves and reloads."""
-    assert subject.inputs is not None
+    inputs = _known(subject.inputs)
     model = subject.float_model()
-    batches = [{name: value.clone() for name, value in subject.inputs.items()}]
+    batches = [{name: value.clone() for name, value in inputs.items()}]
     summary = quantize_(model, TrainWeightsConfig(**config), calibration=batches)
-    if not all(torch.equal(batches[0][name], value) for name, value in subject.inputs.items()):
+    if not all(torch.equal(batches[0][name], value) for name, value in inputs.items()):
         raise DifferenceError("the batches were changed")
     calibrated = summary.calibrated
     if calibrated is not None and not calibrated.error_after <= calibrated.error_before:
@@ -183,6 +201,17 @@ def exports_compressed_tensors(subject: Subject, config: dict[str, Any]) -> None
     reader = CompressedTensorsConfig(dequantize=True)
     read = subject.load(directory, dtype="auto", quantization_config=reader)
     require_same(read, model, subject.not_read)
+
+
+def _known(inputs: dict[str, Tensor] | None) -> dict[str, Tensor]:
+    """Return inputs that are known.
+
+    Raises:
+        NotAskedError: None are.
+    """
+    if inputs is None:
+        raise NotAskedError("no inputs are known")
+    return inputs
 
 
 def _require_same_weights(actual: Path, expected: Path) -> None:
@@ -212,4 +241,3 @@ CELLS: dict[str, tuple[Check, dict[str, Any]]] = {
     "calibration": (calibrates, EMBEDDED["int4"]),
     **_in_both("compressed-tensors", exports_compressed_tensors, FORMATS),
 }
-NEED_INPUTS = {computes_as_dequantized, calibrates, trains_adapters, trains_float_parts}

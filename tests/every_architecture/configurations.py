@@ -7,7 +7,6 @@ parts that have to agree still do. A model type for which the names are not enou
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
 from typing import Any
 
 from every_architecture.special import SPECIAL

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from architectures import floating_tensors
@@ -101,7 +100,7 @@ def _tensors(config: PreTrainedConfig, name: str) -> list[Tensor | None]:
     """Return tensors of the shapes that an argument of a name may have."""
     if name in _MAKERS:
         return _MAKERS[name](config)
-    if name.endswith("input_ids") or name.endswith("_ids"):
+    if name.endswith("_ids"):
         return _ids(config)
     if name.startswith("pixel_values"):
         return _pixels(config)

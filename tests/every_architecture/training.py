@@ -13,22 +13,23 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
-from hf_trainweights import QuantizedTensor, TrainWeightsCheckpointCallback
-
-MOST_TARGETS = 6
+from hf_trainweights import QuantizedTensor
 
 
 class NotAskedError(Exception):
     """A question does not apply to a model."""
 
 
-def require_resume(make: Callable[[], nn.Module], inputs: dict[str, Tensor], folder: Path) -> None:
+def require_resume(
+    make: Callable[[], nn.Module], inputs: dict[str, Tensor], folder: Path, *callbacks: TrainerCallback
+) -> None:
     """Check that a resume after one step has each weight that was trained to the bit.
 
     Args:
         make: Returns the model to train, the same each time.
         inputs: Arguments of its forward.
         folder: Where the Trainer writes.
+        callbacks: Of the Trainer.
 
     Raises:
         DifferenceError: A weight differs, or nothing was trained.
@@ -39,33 +40,36 @@ def require_resume(make: Callable[[], nn.Module], inputs: dict[str, Tensor], fol
     if not start:
         raise NotAskedError("it has no weight to train")
     _require_gradient(model, inputs)
-    _trainer(model, inputs, folder, seen).train()
+    _trainer(model, inputs, folder, seen, *callbacks).train()
     changed = [name for name, weight in seen.after[1].items() if not torch.equal(weight, start[name])]
     if not changed:
         raise NotAskedError("no weight of these gets a gradient")
     again, resumed = make(), Weights()
-    _trainer(again, inputs, folder, resumed).train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+    _trainer(again, inputs, folder, resumed, *callbacks).train(resume_from_checkpoint=str(folder / "checkpoint-1"))
     names = [name for name, weight in seen.after[1].items() if not torch.equal(weight, resumed.at_start[name])]
     if names:
         raise DifferenceError(f"{len(names)} of {len(start)} weights are not resumed: {', '.join(names[:3])}")
 
 
-def with_adapters(model: PreTrainedModel) -> nn.Module:
-    """Return a model with LoRA on some of its quantized Linears.
+def with_adapters(model: PreTrainedModel, names: list[str]) -> nn.Module:
+    """Return a model with LoRA on some of its Linears.
 
     Raises:
-        NotAskedError: It has none.
+        NotAskedError: There are none.
     """
-    targets = [
+    if not names:
+        raise NotAskedError("it has no quantized Linear")
+    torch.manual_seed(0)
+    return get_peft_model(model, LoraConfig(r=2, target_modules=names, init_lora_weights=False))
+
+
+def quantized_linears(model: nn.Module) -> list[str]:
+    """Return the names of the Linears whose weights are quantized."""
+    return [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and isinstance(module.weight, QuantizedTensor)
     ]
-    if not targets:
-        raise NotAskedError("it has no quantized Linear")
-    step = -(-len(targets) // MOST_TARGETS)
-    torch.manual_seed(0)
-    return get_peft_model(model, LoraConfig(r=2, target_modules=targets[::step], init_lora_weights=False))
 
 
 def with_float_parts(model: PreTrainedModel) -> nn.Module:
@@ -144,5 +148,5 @@ def _trainer(model: nn.Module, inputs: dict[str, Tensor], folder: Path, *callbac
         args,
         data_collator=lambda _: dict(inputs),
         train_dataset=[{"row": row} for row in range(4)],
-        callbacks=[*callbacks, TrainWeightsCheckpointCallback()],
+        callbacks=list(callbacks),
     )
