@@ -50,7 +50,7 @@ _LIMITS: list[tuple[str, int]] = [
     (r"n_group|num_expert_group|topk_group|n_groups|o_groups|[kqv]_groups", 2),
     (r"index_topk|.*_topk|index_topk_blocks", 8),
     (r"sliding_window(_size)?|attention_window(_size)?|local_attention.*|.*window_size|keep_window_size", 8),
-    (r".*chunk_(size|length)|.*block_size|.*attn_chunk_length|mamba_chunk_size|.*_chunk_length", 8),
+    (r".*chunk_size|.*block_size|.*attn_chunk_length", 8),
     (r"num_(queries|query_tokens|latents|landmarks|denoising|detection_tokens|global_tokens)|.*num_latents", 8),
     (r".*n_latents|latent_query_num|two_stage_num_proposals|num_prototypes|num_prompts|prompt_length", 8),
     (r".*(codebook_size|num_codevectors_per_group|codebook_vocab_size|bins?)", 32),
@@ -191,7 +191,8 @@ def _small_value(name: str, value: Any, layers: tuple[int, list[int]], ids: _Tok
         return _new_ids(value, ids)
     if name == "per_layer_config":
         return {
-            new: {inner: _small_value(inner, each, layers, ids) for inner, each in entries.items()}
+            new: (small := {inner: _small_value(inner, each, layers, ids) for inner, each in entries.items()})
+            | _key_value_heads(entries, small)
             for new, old in enumerate(picked)
             for number, entries in value.items()
             if int(number) == old

@@ -69,7 +69,9 @@ def candidates(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
     likely = [name for name in further if name == "decoder_input_ids" and encodes_and_decodes]
     groups = [[*first, *likely], first]
     groups += [[*first, *likely, name] for name in further if name not in likely]
-    groups += [[*first, *further], ["input_ids"], ["pixel_values"]]
+    groups += [["input_ids", "pixel_values"], ["input_ids", "visual_feats", "visual_pos"], [*first, *further]]
+    groups += [["input_ids", "pixel_values", "pixel_attention_mask", "spatial_shapes"]]
+    groups += [["input_ids"], ["pixel_values"], ["flattened_patches", "decoder_input_ids"]]
     tried = []
     for names in groups:
         if names and names not in tried and all(name in parameters for name in names):
@@ -81,11 +83,10 @@ def _with_shapes(config: PreTrainedConfig, names: list[str]) -> Iterator[dict[st
     grids = [name for name in names if name.endswith("grid_thw")]
     if grids:
         # The patches of all images stand one after the other, and the grid says which are of which image.
-        yield {
-            name: torch.tensor([[1, _GRID, _GRID]]) if name in grids else _patches(config)
-            for name in names
-            if name in grids or name in ("pixel_values", "hidden_states")
-        }
+        images = [name for name in names if name in ("pixel_values", "hidden_states")]
+        patches, patch = _patches(config), _size(config, "patch_size", 8)
+        for values in (patches, patches.unflatten(1, (-1, patch, patch))):
+            yield dict.fromkeys(images, values) | dict.fromkeys(grids, torch.tensor([[1, _GRID, _GRID]]))
     kinds = [_tensors(config, name) for name in names]
     for values in itertools.islice(itertools.product(*kinds), 12):
         yield {name: value for name, value in zip(names, values, strict=True) if value is not None}
@@ -164,8 +165,8 @@ def _spectrogram(config: PreTrainedConfig) -> list[Tensor | None]:
 
 def _wave(config: PreTrainedConfig) -> list[Tensor | None]:
     return [
-        _floats(ROWS, 2000),
-        _floats(ROWS, 1, 2000),
+        _floats(ROWS, 3840),
+        _floats(ROWS, 1, 3840),
         _floats(ROWS, 1, 16000),
         _floats(ROWS, 16000),
         *_spectrogram(config),
@@ -196,7 +197,12 @@ _MAKERS = {
     "input_values": _wave,
     "audio_values": _wave,
     "bbox": _boxes,
+    "flattened_patches": lambda config: [_floats(ROWS, _GRID**2, 3 * _size(config, "patch_size", 8) ** 2 + 2)],
     "past_values": _series,
+    "pixel_attention_mask": lambda _: [torch.ones(ROWS, _GRID**2, dtype=torch.long)],
+    "spatial_shapes": lambda _: [torch.full((ROWS, 2), _GRID)],
+    "visual_feats": lambda config: [_floats(ROWS, 4, _size(config, "visual_feat_dim", WIDTH))],
+    "visual_pos": lambda _: [_floats(ROWS, 4, 4).sigmoid()],
     "past_time_features": _time_features,
     "future_time_features": _time_features,
     "past_observed_mask": _observed,
