@@ -1,4 +1,4 @@
-"""The tables of docs/architectures.md, from what `python -m tests.every_architecture` has found."""
+"""The tables of docs/architectures.md, from the results of `python -m tests.every_architecture`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHOWN = 6  # classes of one reason
 
 
 def outcomes(report: dict[str, Any]) -> str:
-    """Return how many classes answered what, for each cell."""
+    """Count the outcomes of each cell."""
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for row in report["rows"].values():
         for cell, text in row["cells"].items():
@@ -31,17 +31,17 @@ def outcomes(report: dict[str, Any]) -> str:
 
 
 def wrong(report: dict[str, Any]) -> str:
-    """Return what is wrong, by what the error says."""
+    """List the wrong cells, those of one error in a row."""
     return _by_reason(report, "RED") or "Nothing."
 
 
 def refused(report: dict[str, Any]) -> str:
-    """Return what is refused, by what the error says."""
+    """List the refusals, those of one error in a row."""
     return _by_reason(report, "refused")
 
 
 def left_out(report: dict[str, Any]) -> str:
-    """Return which classes were not built, not run, or not loaded by Transformers itself, and why."""
+    """List the classes that were not built, not run, or not loaded by Transformers itself, with the reason."""
     reasons: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for name, row in report["rows"].items():
         if row["built"] is not True:
@@ -55,7 +55,7 @@ def left_out(report: dict[str, Any]) -> str:
 
 
 def _by_reason(report: dict[str, Any], kind: str) -> str:
-    """Return a table of the classes with an outcome, those of one reason in a row."""
+    """List the classes with an outcome, those of one reason in a row."""
     reasons: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name, row in report["rows"].items():
         for cell, text in row["cells"].items():
@@ -67,12 +67,12 @@ def _by_reason(report: dict[str, Any], kind: str) -> str:
 
 
 def _reason(text: str) -> str:
-    """Return what an error says without what differs between classes of one kind."""
-    text = re.sub(r"^(\w+ after) \d+", r"\1", re.sub(r"(, found .*?)\. [A-Z].*", r"\1", text))
-    text = re.sub(r"^(\w+: )(\S+[./]\S+(, \S+)*( and \d+ more)?: )", r"\1", text)
-    text = re.sub(r"\d+(,\d{3})*(\.\d+)?(e-?\d+)?", "N", re.sub(r"\(\S+:\d+\)$", "", text))
-    text = re.sub(r"(\w+\.)+\w+(, (\w+\.)+\w+)*( and N more)?", "…", text)
-    return text.strip().replace("|", "\\|")[:160]
+    """Return an error without the names, the numbers and the next step, which differ between classes of one kind."""
+    text = re.sub(r"(, found .*?)\. [A-Z].*|\(\S+:\d+\)$", r"\1", text)
+    text = re.sub(r"(\w+\.)+(\w+|\*)\S*(, (\w+\.)+\S+)*( and \d+ more)?", "…", text)
+    text = re.sub(r"\b[A-Z][A-Za-z0-9_]+(Layer|Model|Config|ForConditionalGeneration|ForCausalLM)\b", "…", text)
+    text = re.sub(r"\d+(,\d{3})*(\.\d+)?(e-?\d+)?", "N", text)
+    return text.strip().replace("|", "\\|")[:150]
 
 
 def _unique(groups: Iterable[list[str]]) -> list[str]:

@@ -608,7 +608,7 @@ def checkpoint_plan() -> str:
 
 
 def architectures(make: Callable[[dict[str, Any]], str]) -> str:
-    """Return a table of what one class of each model type has answered."""
+    """Return a table of the answers of one class of each model type."""
     return make(read("every_architecture"))
 
 

@@ -1,4 +1,4 @@
-"""What is asked of each architecture. A cell returns if the promise holds and raises if not."""
+"""The questions to each architecture. A cell returns if the promise holds, and raises if not."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from hf_trainweights import (
 from hf_trainweights.checkpoint import compress_directory
 
 FORMATS: dict[str, dict[str, Any]] = {"int8": {"format": "int8"}, "int4": {"format": "int4", "group_size": 32}}
-# Of outputs in float32, relative to their norm: a product rounds otherwise than that of the dequantized weight.
+# How far outputs in float32 may be off, relative to their norm: products round otherwise than dequantized weights.
 NEAR = 1e-3
 # Equal weights give other last digits where PyTorch chooses a convolution by the address of its weight.
 SAME = 1e-6
 
 
 class Subject:
-    """A tiny model, saved in float, and what Transformers itself makes of it.
+    """A tiny model, which is saved in float, and its inputs.
 
     Args:
         model: The float model, which stays as it is.
@@ -88,7 +88,7 @@ class Subject:
         return model
 
     def require_same(self, actual: PreTrainedModel, expected: PreTrainedModel) -> None:
-        """Check that two models are the same and compute the same, but for what Transformers does not read."""
+        """Check that two models are and compute the same, but for what Transformers itself does not read."""
         require_same(actual, expected, self.not_read)
         if self.inputs is not None and not self.not_read:
             require_near(run(actual, self.inputs), run(expected, self.inputs), SAME)
@@ -162,7 +162,7 @@ def trains_adapters(subject: Subject, config: dict[str, Any]) -> None:
 
 
 def trains_float_parts(subject: Subject, config: dict[str, Any]) -> None:
-    """A resume of training what is in float has its weights to the bit."""
+    """A resume of training the float weights has them to the bit."""
     inputs, callback = _known(subject.inputs), TrainWeightsCheckpointCallback()
     folder = subject.new_directory("trained")
     require_resume(lambda: with_float_parts(subject.loaded(config)), inputs, folder, callback)

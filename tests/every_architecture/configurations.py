@@ -24,60 +24,50 @@ MOST_LAYERS = 4
 IMAGE = 32
 
 # The first expression that a whole name matches gives the largest value that the field may have.
-_LIMITS: list[tuple[str, int]] = [
-    (r"(.*_)?type_vocab_sizes?|n_langs|num_speakers|num_labels|.*_n_levels|num_feature_levels|num_stages", 16),
-    (r".*vocab(_size)?|.*vocab_size.*|num_embeddings|num_embeds|.*vocab_offset|additional_vocab_size", VOCABULARY),
-    (r"num_feat_extract_layers|num_channels(_out)?|in_chan(nel)?s|audio_channels|input_channels|stem_num_channels", 16),
-    (
-        r"(.*_)?(q_lora|kv_lora|o_lora|dt)_rank|time_step_rank|mamba_dt_rank|.*lowrank|.*_rank|latent_size|hc_lowrank",
-        32,
-    ),
-    (r"(.*_)?(num|n)_(k(ey_)?v(alue)?)_(attention_)?heads|num_kv_heads|num_query_groups", 2),
-    (r"mamba_(n|num)_heads|n_mamba_heads|ssm_num_heads", 8),
-    (r"qk_head_dim", 2 * HEAD),
-    (r"(.*_)?head_(dim|size)|d_kv|d_head|dim_head|mamba_d_head|mamba_headdim|kv_channels|.*head_dim|.*_dim_head", HEAD),
-    (r"(.*_)?heads?|(.*_)?n_heads?|num_.*heads|.*_num_heads|.*attention_heads|.*_num_heads", HEADS),
-    (r"rotary_dim", 8),
-    (r"ssm_state_size|state_size|mamba_d_state", 16),
-    (r"pretrain_image_size|image_size|crop_size|img_size|resolution|.*image_size", IMAGE),
-    (r"(.*_)?patch_size", 8),
-    (r"num_position_embeddings", 64),
-    (r".*(position|pos)_emb(edding)?s?|n_positions|n_ctx|.*_positions|.*max_seq_len|seq_len|model_max_length", 128),
-    (r"(.*_)?(intermediate|ffn|feedforward|feed_forward|mlp)_?(size|dim|hidden_size|hidden_dim)(_mlp)?", 2 * WIDTH),
-    (r"d_ff|dff|dim_ff|n_inner|.*ffn_dim|dim_feedforward|.*_intermediate_size|.*_linear_units|d_inner", 2 * WIDTH),
-    (r"n_(routed_)?experts|num_(local_|routed_)?experts|moe_num_experts|zero_expert_num|.*num_experts", 4),
-    (r"num_experts_per_tok(en)?|moe_(k|topk)|top_?k(_experts)?|.*experts_per_tok|num_selected_experts", 2),
-    (r"n_group|num_expert_group|topk_group|n_groups|o_groups|[kqv]_groups", 2),
-    (r"index_topk|.*_topk|index_topk_blocks", 8),
-    (r"sliding_window(_size)?|attention_window(_size)?|local_attention.*|.*window_size|keep_window_size", 8),
-    (r".*chunk_size|.*block_size|.*attn_chunk_length", 8),
-    (r"num_(queries|query_tokens|latents|landmarks|denoising|detection_tokens|global_tokens)|.*num_latents", 8),
-    (r".*n_latents|latent_query_num|two_stage_num_proposals|num_prototypes|num_prompts|prompt_length", 8),
-    (r".*(codebook_size|num_codevectors_per_group|codebook_vocab_size|bins?)", 32),
-    (r"num_quantizers|num_codebooks|num_code_groups|n_codebooks", 4),
-    (r"num_frames|frames_per_clip", 4),
-    (
-        r"(n|num|encoder|decoder|.*_n|.*_num)_(hidden_)?layers?|n_layer|(.*_)?depth|.*_layers|layers|num_layers_.*",
-        LAYERS,
-    ),
-    (r"num_blocks|num_.*_blocks|.*_blocks|num_hidden_groups|.*num_layers|.*_depth|.*num_hidden_layers", LAYERS),
-    (r".*period|.*_interval|.*_frequency|.*_pattern|layer_group_size|.*sparse_step|cross_attention_frequency", 2),
-    (r"attn_layer_offset|expert_layer_offset|insert_layer_id|first_k_dense_replace|.*_replace", 1),
-    (r"upsample_initial_channel|upsample_groups", WIDTH),
-    (r"num_filters", 8),
-    (r".*_channels?|.*_channel|.*_units", 32),
-    (r"num_conv_pos_embeddings", 16),
-    (r"num_conv_pos_embedding_groups|num_groups", 4),
-    (
-        r"(.*_)?(hidden|d|embed|emb|embedding|model|projection|proj|project|output|input|text|vision|latents?)_?(size|dim)",
-        WIDTH,
-    ),
-    (r"d_model|d_latents|dim|width|.*_width|n_embd|emb_dim|embedding_dimension|.*_dim(ension)?|.*_dims?", WIDTH),
-    (r".*hidden_size.*|.*embed_dim|.*_size_global|projection_size|entity_emb_size|(.*_)?embedding_size", WIDTH),
-    (r"pooler_output_size|classifier_proj_size|prediction_head_size|.*feature_size|retrieval_vector_size", WIDTH),
-    (r"coordinate_size|shape_size", 8),
+_LIMITS: list[tuple[int, str]] = [
+    (16, r"(.*_)?type_vocab_sizes?|n_langs|num_speakers|num_labels|.*_n_levels|num_feature_levels|num_stages"),
+    (VOCABULARY, r".*vocab(_size)?|.*vocab_size.*|num_embeddings|num_embeds|.*vocab_offset"),
+    (16, r"num_feat_extract_layers|num_channels(_out)?|in_chan(nel)?s|audio_channels|input_channels|stem_num_channels"),
+    (32, r".*lowrank|.*_rank|latent_size"),
+    (2, r"(.*_)?(num|n)_(k(ey_)?v(alue)?)_(attention_)?heads|num_kv_heads|num_query_groups"),
+    (8, r"mamba_(n|num)_heads|n_mamba_heads|ssm_num_heads"),
+    (2 * HEAD, r"qk_head_dim"),
+    (HEAD, r"(.*_)?head_size|d_kv|d_head|dim_head|mamba_d_head|mamba_headdim|kv_channels|.*head_dim|.*_dim_head"),
+    (HEADS, r"(.*_)?heads?"),
+    (8, r"rotary_dim"),
+    (16, r"ssm_state_size|state_size|mamba_d_state"),
+    (IMAGE, r"crop_size|img_size|resolution|.*image_size"),
+    (8, r"(.*_)?patch_size"),
+    (64, r"num_position_embeddings"),
+    (128, r".*(position|pos)_emb(edding)?s?|n_positions|n_ctx|.*_positions|.*max_seq_len|seq_len|model_max_length"),
+    (2 * WIDTH, r"(.*_)?(intermediate|ffn|feedforward|feed_forward|mlp)_?(size|dim|hidden_size|hidden_dim)(_mlp)?"),
+    (2 * WIDTH, r"d_ff|dff|dim_ff|n_inner|.*ffn_dim|dim_feedforward|.*_intermediate_size|.*_linear_units|d_inner"),
+    (4, r"n_(routed_)?experts|.*num_experts|num_(local|routed)_experts|zero_expert_num"),
+    (2, r"num_experts_per_token|moe_(k|topk)|top_?k(_experts)?|.*experts_per_tok|num_selected_experts"),
+    (2, r"n_group|num_expert_group|topk_group|n_groups|o_groups|[kqv]_groups"),
+    (8, r".*_topk|index_topk_blocks"),
+    (8, r"sliding_window|attention_window|local_attention.*|.*window_size"),
+    (8, r".*chunk_size|.*block_size|.*attn_chunk_length"),
+    (8, r"num_(queries|query_tokens|latents|landmarks|denoising|detection_tokens|global_tokens)|.*num_latents"),
+    (8, r".*n_latents|latent_query_num|two_stage_num_proposals|num_prototypes|num_prompts|prompt_length"),
+    (32, r".*(codebook_size|num_codevectors_per_group|codebook_vocab_size|bins?)"),
+    (4, r"num_quantizers|num_codebooks|num_code_groups|n_codebooks|num_frames|frames_per_clip"),
+    (LAYERS, r"(.*_)?(n|num)_layer|encoder_layer|decoder_layer|n_hidden_layer|num_hidden_layer|(.*_)?depth"),
+    (LAYERS, r".*_layers|layers|num_layers_.*|.*_blocks|num_hidden_groups"),
+    (2, r".*period|.*_interval|.*_frequency|.*_pattern|layer_group_size|.*sparse_step"),
+    (1, r"attn_layer_offset|expert_layer_offset|insert_layer_id|.*_replace"),
+    (WIDTH, r"upsample_initial_channel|upsample_groups"),
+    (8, r"num_filters"),
+    (32, r".*_channels?|.*_units"),
+    (16, r"num_conv_pos_embeddings"),
+    (4, r"num_conv_pos_embedding_groups|num_groups"),
+    (WIDTH, r"(.*_)?(hidden|d|embed|emb|embedding|model|projection|project|output|input|text|vision|latents?)_?size"),
+    (WIDTH, r"d_model|d_latents|.*dim|width|.*_width|n_embd|.*_dimension|.*_dims"),
+    (WIDTH, r".*hidden_size.*|.*_size_global|entity_emb_size|pooler_output_size|classifier_proj_size"),
+    (WIDTH, r"prediction_head_size|.*feature_size|retrieval_vector_size"),
+    (8, r"coordinate_size|shape_size"),
 ]
-_RULES = [(re.compile(pattern), limit) for pattern, limit in _LIMITS]
+_RULES = [(limit, re.compile(pattern)) for limit, pattern in _LIMITS]
 _KEPT = re.compile(
     r".*(kernel|stride|ratio|factor|scale|dilation|padding|rate|loss|coefficient|cost|weight|epsilon|_eps|temperature"
     r"|dropout|_std|theta|merge|groups_width|num_landmarks_|mask_time|mask_feature|reduction|multiplier|expand).*"
@@ -93,33 +83,28 @@ _LEFT_OUT = {"id2label", "label2id", "out_features", "out_indices", "stage_names
 _LEFT_OUT |= {"transformers_version", "_name_or_path", "torch_dtype"}
 
 
-def small_config(model_type: str, **special: Any) -> PreTrainedConfig:
-    """Return a small configuration of a model type; `special` wins over what the names of its fields tell.
+def small_config(model_type: str) -> PreTrainedConfig:
+    """Return a small configuration of a model type.
 
     Raises:
-        ValueError: The type needs arguments that no name tells.
+        ValueError: The type needs arguments that neither the names nor `SPECIAL` tell.
     """
-    known = SPECIAL.get(model_type, {})
-    if callable(known):
-        return known(small_config)
-    config_class = CONFIG_MAPPING[model_type]
-    return _small(config_class(), _TokenIds(), special)
+    return _small(CONFIG_MAPPING[model_type](), _TokenIds())
 
 
-def _small(config: PreTrainedConfig, ids: _TokenIds, special: dict[str, Any]) -> PreTrainedConfig:
-    """Return a small configuration of the class that a configuration with the defaults has."""
-    known = SPECIAL.get(config.model_type, {})
-    special = {**(known if isinstance(known, dict) else {}), **special}
+def _small(config: PreTrainedConfig, ids: _TokenIds) -> PreTrainedConfig:
+    """Return a small configuration of the class of one that has the defaults."""
     layers, values = _picked_layers(config), {}
     for name, value in config.to_dict().items():
         inner = vars(config).get(name)  # some attributes are of a layer alone, and raise
         if isinstance(inner, PreTrainedConfig):
-            values[name] = _small(inner, ids, {})
+            values[name] = _small(inner, ids)
         elif name not in _LEFT_OUT:
             values[name] = _small_value(name, value, layers, ids)
     if "depths" in values and isinstance(values.get("embed_dim"), int):
         values["embed_dim"] = WIDTH // 2  # it doubles at each stage
-    values |= _key_value_heads(config.to_dict(), values) | _stages(config, values) | special
+    values |= _key_value_heads(config.to_dict(), values) | _stages(config, values)
+    values |= SPECIAL.get(config.model_type, {})
     return type(config)(**values)
 
 
@@ -190,13 +175,7 @@ def _small_value(name: str, value: Any, layers: tuple[int, list[int]], ids: _Tok
     if re.search(r"_token_(id|index)s?$|_token_id|^(bos|eos|pad)_|_(id|index)$", name):
         return _new_ids(value, ids)
     if name == "per_layer_config":
-        return {
-            new: (small := {inner: _small_value(inner, each, layers, ids) for inner, each in entries.items()})
-            | _key_value_heads(entries, small)
-            for new, old in enumerate(picked)
-            for number, entries in value.items()
-            if int(number) == old
-        }
+        return _small_layers(value, layers, ids)
     if value is None:
         return {"head_dim": HEAD, "num_experts_per_tok": 2}.get(name)
     if isinstance(value, dict):
@@ -209,10 +188,20 @@ def _small_value(name: str, value: Any, layers: tuple[int, list[int]], ids: _Tok
         return len(picked)
     if _KEPT.fullmatch(name):
         return value
-    for pattern, limit in _RULES:
-        if pattern.fullmatch(name):
-            return min(value, limit)
-    return value
+    limit = next((limit for limit, pattern in _RULES if pattern.fullmatch(name)), value)
+    return min(value, limit)
+
+
+def _small_layers(
+    values: dict[str, dict[str, Any]], layers: tuple[int, list[int]], ids: _TokenIds
+) -> dict[int, dict[str, Any]]:
+    """Return small values for the fields in which single layers differ, of the layers that are taken."""
+    small = {}
+    for number, fields in values.items():
+        if int(number) in layers[1]:
+            those = {name: _small_value(name, value, layers, ids) for name, value in fields.items()}
+            small[layers[1].index(int(number))] = those | _key_value_heads(fields, those)
+    return small
 
 
 def _new_ids(value: Any, ids: _TokenIds) -> Any:
@@ -240,18 +229,17 @@ def _sections(total: int, parts: int) -> list[int]:
 def _small_list(name: str, value: list[Any], layers: tuple[int, list[int]]) -> list[Any]:
     """Return a list of the same length with small values, or the entries of the layers that are taken."""
     count, picked = layers
-    if count and len(value) == count > 4 and not _INDICES.fullmatch(name):
-        return [value[number] for number in picked]
-    if name in ("layer_types", "mlp_layer_types") or _is_per_layer(name, value, count):
+    of_layers = len(value) == count > 4 and not _INDICES.fullmatch(name)
+    if of_layers or name in ("layer_types", "mlp_layer_types") or _is_per_layer(name, value, count):
         return [value[number] for number in picked if number < len(value)]
     if any(type(each) is not int for each in value) or _KEPT.fullmatch(name):
         return value
     if _DEPTHS.fullmatch(name):
         return [1] * len(value)
     if _HEADS.fullmatch(name):
-        return [1 << min(each, HEADS).bit_length() - 1 for each in value]
+        return [1 << min(each, HEADS).bit_length() - 1 for each in value]  # a power of two, which divides a width
     if _WIDTHS.fullmatch(name):
         return [min(each, WIDTH) for each in value]
-    if _INDICES.fullmatch(name):
-        return sorted({min(each, len(picked) - 1) for each in value}) if picked and max(value, default=0) > 1 else value
+    if _INDICES.fullmatch(name) and picked and max(value, default=0) > 1:
+        return sorted({min(each, len(picked) - 1) for each in value})
     return value

@@ -14,22 +14,47 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 TOKENS = 12
 ROWS = 2
+# Patches of an image, in each direction.
 _GRID = 4
+_KINDS = ("decoder_input_ids", "input_features", "pixel_values", "input_ids", "bbox", "input_values")
+_KINDS += ("input_boxes", "input_points")
+# Arguments that some models take only together.
+_TOGETHER = [
+    ["input_ids", "pixel_values"],
+    ["input_ids", "pixel_values", "pixel_attention_mask", "spatial_shapes"],
+    ["input_ids", "visual_feats", "visual_pos"],
+    ["flattened_patches", "decoder_input_ids"],
+    ["input_ids"],
+    ["pixel_values"],
+]
+# Sets of shapes that are tried of the same arguments.
+_MOST_TRIED = 12
+_BINS = ("num_mel_bins", "feature_size", "input_feat_per_channel", "mel_dim", "n_mel_bins", "input_dim")
+_BINS += ("feature_projection_input_dim",)
 
 
 def find_inputs(model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, str]:
-    """Return keyword arguments that a model takes and gives finite outputs for, and "", or None and the last error."""
+    """Return arguments that a model takes and gives finite outputs for, and "", or None and the first error."""
     problems = []
     for inputs in candidates(model):
-        try:
-            outputs = run(model, inputs)
-        except Exception as error:
-            problems.append(f"{type(error).__name__}: {' '.join(str(error).split())[:150]}")
-            continue
-        if any(value.numel() for value in outputs) and all(value.isfinite().all() for value in outputs):
+        if not (problem := _problem(model, inputs)):
             return inputs, ""
-        problems.append("outputs are not finite" if outputs else "no output is a floating tensor")
+        problems.append(problem)
     return None, problems[0] if problems else "no input of a kind that is known"
+
+
+def _problem(model: PreTrainedModel, inputs: dict[str, Tensor]) -> str:
+    """Return why a model does not take inputs; "" if it does, and gives the same outputs again."""
+    try:
+        outputs = run(model, inputs)
+        again = run(model, inputs)
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+    if not any(value.numel() for value in outputs):
+        return "no output is a floating tensor"
+    if not all(value.isfinite().all() for value in outputs):
+        return "outputs are not finite"
+    return "" if all(map(torch.equal, outputs, again)) else "the same inputs give other outputs each time"
 
 
 def run(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[Tensor]:
@@ -42,41 +67,23 @@ def run(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[Tensor]:
 
 def candidates(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
     """Yield sets of arguments, the likeliest first."""
-    parameters = inspect.signature(model.forward).parameters
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = {parameter.name for parameter in parameters}
     required = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        each.name for each in parameters if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD
     ]
     main = model.main_input_name
-    mains = [main] if isinstance(main, str) else list(main)
-    first = [name for name in dict.fromkeys([*mains, *required]) if name in parameters]
-    further = [
-        name
-        for name in (
-            "decoder_input_ids",
-            "input_features",
-            "pixel_values",
-            "input_ids",
-            "bbox",
-            "input_values",
-            "input_boxes",
-            "input_points",
-        )
-        if name in parameters and name not in first
-    ]
-    encodes_and_decodes = getattr(model.config, "is_encoder_decoder", False)
-    likely = [name for name in further if name == "decoder_input_ids" and encodes_and_decodes]
-    groups = [[*first, *likely], first]
-    groups += [[*first, *likely, name] for name in further if name not in likely]
-    groups += [["input_ids", "pixel_values"], ["input_ids", "visual_feats", "visual_pos"], [*first, *further]]
-    groups += [["input_ids", "pixel_values", "pixel_attention_mask", "spatial_shapes"]]
-    groups += [["input_ids"], ["pixel_values"], ["flattened_patches", "decoder_input_ids"]]
-    tried = []
-    for names in groups:
-        if names and names not in tried and all(name in parameters for name in names):
-            tried.append(names)
-            yield from _with_shapes(model.config, names)
+    first = [name for name in dict.fromkeys([*([main] if isinstance(main, str) else main), *required]) if name in names]
+    further = [name for name in _KINDS if name in names and name not in first]
+    if getattr(model.config, "is_encoder_decoder", False) and "decoder_input_ids" in further:
+        further.remove("decoder_input_ids")
+        groups = [[*first, "decoder_input_ids"], first, *([*first, "decoder_input_ids", name] for name in further)]
+    else:
+        groups = [first, *([*first, name] for name in further)]
+    groups += [*_TOGETHER, [*first, *further]]
+    for number, group in enumerate(groups):
+        if group and group not in groups[:number] and names.issuperset(group):
+            yield from _with_shapes(model.config, group)
 
 
 def _with_shapes(config: PreTrainedConfig, names: list[str]) -> Iterator[dict[str, Tensor]]:
@@ -88,7 +95,7 @@ def _with_shapes(config: PreTrainedConfig, names: list[str]) -> Iterator[dict[st
         for values in (patches, patches.unflatten(1, (-1, patch, patch))):
             yield dict.fromkeys(images, values) | dict.fromkeys(grids, torch.tensor([[1, _GRID, _GRID]]))
     kinds = [_tensors(config, name) for name in names]
-    for values in itertools.islice(itertools.product(*kinds), 12):
+    for values in itertools.islice(itertools.product(*kinds), _MOST_TRIED):
         yield {name: value for name, value in zip(names, values, strict=True) if value is not None}
 
 
@@ -139,28 +146,9 @@ def _pixels(config: PreTrainedConfig) -> list[Tensor | None]:
 
 
 def _spectrogram(config: PreTrainedConfig) -> list[Tensor | None]:
-    bins = next(
-        (
-            size
-            for name in (
-                "num_mel_bins",
-                "feature_size",
-                "input_feat_per_channel",
-                "mel_dim",
-                "n_mel_bins",
-                "input_dim",
-                "feature_projection_input_dim",
-            )
-            if (size := _size(config, name, 0))
-        ),
-        80,
-    )
-    length = 2 * _size(config, "max_source_positions", 32)
-    return [
-        shape(length)
-        for length in (length, 64, 128, 3000)
-        for shape in (lambda length: _floats(ROWS, bins, length), lambda length: _floats(ROWS, length, bins))
-    ]
+    bins = next((size for name in _BINS if (size := _size(config, name, 0))), 80)
+    lengths = (2 * _size(config, "max_source_positions", 32), 64, 128, 3000)
+    return [_floats(ROWS, *shape) for length in lengths for shape in ((bins, length), (length, bins))]
 
 
 def _wave(config: PreTrainedConfig) -> list[Tensor | None]:

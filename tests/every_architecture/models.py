@@ -1,4 +1,7 @@
-"""The classes of models that Transformers has, and a tiny one of each with random weights."""
+"""The classes of models that Transformers has, and a tiny one of each with random weights.
+
+`tests/architectures.py` builds by hand the few of which a test says which weights are quantized and what they generate.
+"""
 
 from __future__ import annotations
 

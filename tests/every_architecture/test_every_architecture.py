@@ -40,7 +40,7 @@ def test_an_architecture_has_no_cell_that_is_newly_wrong(name: str) -> None:
 
 def test_every_model_type_with_a_class_is_asked() -> None:
     chosen = one_of_each_type()
-    assert len({each.model_type for each in chosen}) == len(chosen) > 600
+    assert len({each.model_type for each in chosen}) == len(chosen) > 400
     assert {each.model_type for each in architectures()} == {each.model_type for each in chosen}
 
 
@@ -166,7 +166,9 @@ def test_an_untyped_error_is_red_and_says_where(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_class_that_cannot_be_built_says_why() -> None:
-    assert ask(Architecture("timm_backbone", "TimmBackbone"))["built"].startswith("ImportError: ")
+    answer = ask(Architecture("bert", "BertForNothing"))
+    assert answer["built"].startswith("AttributeError: ")
+    assert answer["cells"] == {}
 
 
 def test_a_class_without_known_inputs_is_asked_what_needs_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
