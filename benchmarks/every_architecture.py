@@ -60,7 +60,7 @@ def _by_reason(report: dict[str, Any], kind: str) -> str:
     for name, row in report["rows"].items():
         for cell, text in row["cells"].items():
             if _kind(text) == kind:
-                reasons[_reason(text.partition(": ")[2])][name].append(cell)
+                reasons[_reason(text.removeprefix(f"{kind}: ").removeprefix("RED, "))][name].append(cell)
     ordered = sorted(reasons.items(), key=lambda item: (-len(item[1]), item[0]))
     rows = [[reason, "; ".join(_unique(names.values())), _types(names)] for reason, names in ordered]
     return table(["reason", "cells", "model types"], rows) if rows else ""
@@ -86,4 +86,4 @@ def _types(names: Iterable[str]) -> str:
 
 
 def _kind(outcome: str) -> str:
-    return outcome.partition(":")[0]
+    return re.split("[:,]", outcome, maxsplit=1)[0]

@@ -58,7 +58,7 @@ def changes(answer: Answer, before: Answer) -> dict[str, str]:
 
 
 def _kind(outcome: str) -> str:
-    return outcome.partition(":")[0]
+    return re.split("[:,]", outcome, maxsplit=1)[0]
 
 
 def _options() -> argparse.Namespace:

@@ -93,9 +93,15 @@ class Subject:
         if self.inputs is not None and not self.not_read:
             require_near(run(actual, self.inputs), run(expected, self.inputs), SAME)
 
+    @property
+    def written(self) -> Path:
+        """What a cell writes to, of which a refusal must leave no file."""
+        return self.folder / "written"
+
     def new_directory(self, name: str) -> Path:
-        """Return a path for one cell to write to, of which a refusal must leave nothing."""
-        return self.folder / name
+        """Return a path for a cell to write to."""
+        self.written.mkdir(exist_ok=True)
+        return self.written / name
 
 
 def loads_as_in_place(subject: Subject, config: dict[str, Any]) -> None:

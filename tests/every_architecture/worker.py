@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 import tempfile
 import time
 import traceback
@@ -21,9 +20,10 @@ from typing import Any
 
 import torch
 import transformers
-from every_architecture.cells import CELLS, Subject
+from every_architecture.cells import CELLS, Check, Subject
+from every_architecture.comparing import DifferenceError
 from every_architecture.inputs import find_inputs
-from every_architecture.models import Architecture, architectures
+from every_architecture.models import Architecture
 from every_architecture.training import NotAskedError
 
 from hf_trainweights.errors import TrainWeightsError
@@ -111,15 +111,15 @@ def silence() -> None:
 
 
 def answers(architecture: Architecture, cells: Collection[str], folder: Path) -> Iterator[Answer]:
-    """Yield what is known of a class, after each cell and before each one that may not end."""
+    """Yield the answer of a class as far as it is known, also before each step that may not end."""
     result: Answer = {"built": True, "cells": {}}
+    yield {**result, "asking": "build"}
     try:
         model = architecture.build()
     except Exception as error:
         yield {**result, "built": one_line(error)}
         return
     result["parameters"] = sum(parameter.numel() for parameter in model.parameters())
-    yield result
     inputs, problem = find_inputs(model)
     if inputs is None:
         result["not run"] = problem
@@ -131,57 +131,35 @@ def answers(architecture: Architecture, cells: Collection[str], folder: Path) ->
         yield {**result, "not reloaded by Transformers": one_line(error)}
         return
     for cell in cells:
-        check, config = CELLS[cell]
         yield {**result, "asking": cell}
-        before = set(folder.iterdir())
-        result["cells"][cell] = _outcome(subject, check, config, before)
-        for path in set(folder.iterdir()) - before - {folder / "answer.json"}:
-            shutil.rmtree(path, ignore_errors=True)
-        yield result
+        result["cells"][cell] = _outcome(subject, *CELLS[cell])
+        shutil.rmtree(subject.written, ignore_errors=True)
+    yield result
 
 
-def _outcome(subject: Subject, check: Any, config: Any, before: set[Path]) -> str:
+def _outcome(subject: Subject, check: Check, config: dict[str, Any]) -> str:
+    """Ask one question."""
     try:
         check(subject, config)
     except NotAskedError as error:
         return f"not asked: {error}"
     except TrainWeightsError as error:
-        written = [path for new in set(subject.folder.iterdir()) - before for path in new.rglob("*") if path.is_file()]
-        written = [path for path in written if path.parts[len(subject.folder.parts)] != "float"]
-        if written:
-            return f"{RED}: {type(error).__name__} after {len(written)} files were written: {one_line(error)}"
-        return f"refused: {one_line(error)}"
+        files = sum(path.is_file() for path in subject.written.rglob("*"))
+        return f"{RED}, {files} files were written: {one_line(error)}" if files else f"refused: {one_line(error)}"
+    except DifferenceError as error:
+        return f"{RED}: {error}"
     except Exception as error:
         return f"{RED}: {one_line(error)}{_place(error)}"
     return RIGHT
 
 
 def one_line(error: BaseException) -> str:
-    """Return the type and the first 240 characters of what an error says."""
+    """Return the type of an error and the first 240 characters of its text."""
     text = re.sub(r"/\S*/every-\w+/|/dev/shm/tmp\w+/", "", " ".join(str(error).split()))
     return f"{type(error).__name__}: {text[:240]}"
 
 
 def _place(error: BaseException) -> str:
     """Return where an error that nobody raised on purpose comes from."""
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if "every_architecture" not in frame.filename
-    ]
-    if not frames:
-        return ""
-    return f" ({'/'.join(Path(frames[-1].filename).parts[-3:])}:{frames[-1].lineno})"
-
-
-def main() -> None:
-    """Ask one class here, for a debugger: `python -m every_architecture.worker CLASS [CELL ...]`."""
-    name, *cells = sys.argv[1:]
-    architecture = next(each for each in architectures() if name in str(each).split())
-    silence()
-    with tempfile.TemporaryDirectory(dir=_MEMORY) as folder:
-        for result in answers(architecture, cells or CELLS, Path(folder)):
-            last = result
-        print(json.dumps(last, indent=1))
-
-
-if __name__ == "__main__":
-    main()
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f" ({'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno})"
