@@ -66,8 +66,15 @@ class Subject:
 
     @cached_property
     def not_read(self) -> set[str]:
-        """Names of the tensors that Transformers itself gives other values when it loads the float model."""
-        return differing(self.load(self.float_directory), self.model)
+        """Names of the tensors that Transformers itself gives other values when it loads the float model.
+
+        Raises:
+            DifferenceError: It does not find weights that it has saved.
+        """
+        loaded, info = type(self.model).from_pretrained(self.float_directory, output_loading_info=True)
+        if info["missing_keys"]:
+            raise DifferenceError(f"it does not find {len(info['missing_keys'])} weights that it has saved")
+        return differing(loaded, self.model)
 
     def float_model(self) -> PreTrainedModel:
         """Return a copy of the float model."""
