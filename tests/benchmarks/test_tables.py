@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import tables
+from benchmarks import every_architecture, tables
 from benchmarks.speed import tables as speed_tables
 
 Write = Callable[..., None]
@@ -117,3 +117,23 @@ def test_the_figures_of_amx_say_where_they_were_taken(write: Write, name: str) -
     assert f"| int8 | {figure} |" in lines
     assert lines[-1].startswith("speed-a (amx_bf16, amx_int8, avx512f), 2026-01-01;")
     assert lines[-1].endswith("the rounds lie within 50 % of the figure.")
+
+
+def test_classes_of_one_reason_share_a_row() -> None:
+    found = "expected blocks without a cache, found a DynamicCache among the arguments of {}DecoderLayer. Pass another."
+    rows = {f"{name.lower()} {name}": {"built": True, "cells": {}} for name in ("Aria", "Blip", "Clip")}
+    for (name, row), layer in zip(rows.items(), ("AriaText", "BlipText", "Clip2"), strict=True):
+        row["cells"] = {"calibration": f"refused: ConfigError: {found.format(layer)}", "load, int8": "right"}
+        row["not run"] = f"RuntimeError: {len(name)} is not {len(layer)}"
+    rows["none None"] = {"built": "ImportError: no timm", "cells": {}}
+    report = {"rows": rows, "date": "2026-01-01", "commit": "a" * 40, "versions": {"transformers": "5", "torch": "2"}}
+    reason = "ConfigError: expected blocks without a cache, found a DynamicCache among the arguments of …"
+    assert every_architecture.refused(report).splitlines()[2:] == [f"| {reason} | calibration | aria, blip, clip |"]
+    assert every_architecture.wrong(report) == "Nothing."
+    assert every_architecture.left_out(report).splitlines()[2:] == [
+        "| not built | ImportError: no timm | none |",
+        "| not run | RuntimeError: N is not N | aria, blip, clip |",
+    ]
+    lines = every_architecture.outcomes(report).splitlines()
+    assert lines[2:4] == ["| calibration | 0 | 3 | 0 | 0 |", "| load, int8 | 3 | 0 | 0 | 0 |"]
+    assert lines[-1].startswith("4 model types: 3 classes were built, and for 0 of them inputs are known.")
