@@ -137,10 +137,13 @@ def computes_as_dequantized(subject: Subject, config: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def _jumps(model: PreTrainedModel, inputs: dict[str, Tensor], outputs: list[Tensor]) -> bool:
-    """Move the weights of a model a little, and return whether its outputs move much."""
-    for parameter in model.parameters():
-        parameter.add_(parameter * torch.randn_like(parameter), alpha=TINY)
-    return distance(run(model, inputs), outputs) > NEAR
+    """Move the weights of a model by a millionth, some times, and return whether its outputs move much."""
+    for _ in range(8):
+        for parameter in filter(torch.is_floating_point, model.parameters()):
+            parameter.add_(parameter * torch.randn_like(parameter), alpha=TINY)
+        if distance(run(model, inputs), outputs) > NEAR:
+            return True
+    return False
 
 
 def saves(subject: Subject, config: dict[str, Any], **options: Any) -> None:
