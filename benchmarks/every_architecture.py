@@ -71,6 +71,8 @@ def _reason(text: str) -> str:
     text = re.sub(r"(, found .*?)\. [A-Z].*|\(\S+:\d+\)$", r"\1", text)
     text = re.sub(r"(\w+\.)+(\w+|\*)\S*(, (\w+\.)+\S+)*( and \d+ more)?", "…", text)
     text = re.sub(r"\b[A-Z][A-Za-z0-9_]+(Layer|Model|Config|ForConditionalGeneration|ForCausalLM)\b", "…", text)
+    text = re.sub(r"written/\w+: |[-\w]*…[-\w]*", "…", text)
+    text = re.sub(r"…([,.' ]*(and \d+ more?)?…)*( and \d+ \w*$)?", "…", text)
     text = re.sub(r"\d+(,\d{3})*(\.\d+)?(e-?\d+)?", "N", text)
     return text.strip().replace("|", "\\|")[:150]
 

@@ -12,6 +12,7 @@ import torch
 from every_architecture.comparing import (
     DifferenceError,
     differing,
+    distance,
     require_near,
     require_same,
     require_same_files,
@@ -42,7 +43,9 @@ FORMATS: dict[str, dict[str, Any]] = {"int8": {"format": "int8"}, "int4": {"form
 # How far outputs in float32 may be off, relative to their norm: products round otherwise than dequantized weights.
 NEAR = 1e-3
 # Equal weights give other last digits where PyTorch chooses a convolution by the address of its weight.
-SAME = 1e-6
+SAME = 1e-4
+# So far are weights moved to see whether outputs jump, as where a model takes the best of queries that are much alike.
+TINY = 1e-6
 
 
 class Subject:
@@ -126,7 +129,21 @@ def computes_as_dequantized(subject: Subject, config: dict[str, Any]) -> None:
     dequantized.dequantize()
     if any(isinstance(parameter, QuantizedTensor) for parameter in dequantized.parameters()):
         raise DifferenceError("dequantize leaves quantized weights")
-    require_near(found, run(dequantized, inputs), NEAR)
+    expected = run(dequantized, inputs)
+    if distance(found, expected) > NEAR and _jumps(dequantized, inputs, expected):
+        raise NotAskedError("its outputs jump where weights change by a millionth")
+    require_near(found, expected, NEAR)
+
+
+@torch.no_grad()
+def _jumps(model: PreTrainedModel, inputs: dict[str, Tensor], outputs: list[Tensor]) -> bool:
+    """Move the weights of a model by a millionth, some times, and return whether its outputs move much."""
+    for _ in range(8):
+        for parameter in filter(torch.is_floating_point, model.parameters()):
+            parameter.add_(parameter * torch.randn_like(parameter), alpha=TINY)
+        if distance(run(model, inputs), outputs) > NEAR:
+            return True
+    return False
 
 
 def saves(subject: Subject, config: dict[str, Any], **options: Any) -> None:
@@ -140,7 +157,8 @@ def saves(subject: Subject, config: dict[str, Any], **options: Any) -> None:
     reloaded = subject.load(first)
     subject.require_same(reloaded, model)
     reloaded.save_pretrained(second, **options)
-    _require_same_weights(second, first)
+    if not subject.not_read:
+        _require_same_weights(second, first)
 
 
 def saves_bin(subject: Subject, config: dict[str, Any]) -> None:

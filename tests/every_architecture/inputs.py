@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 from collections.abc import Iterator
@@ -44,17 +45,17 @@ def find_inputs(model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, str]:
 
 
 def _problem(model: PreTrainedModel, inputs: dict[str, Tensor]) -> str:
-    """Return why a model does not take inputs; "" if it does, and gives the same outputs again."""
+    """Return why a model does not take inputs; "" if it does, and a copy of it gives the same outputs."""
     try:
         outputs = run(model, inputs)
-        again = run(model, inputs)
+        again = run(copy.deepcopy(model), inputs)
     except Exception as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
     if not any(value.numel() for value in outputs):
         return "no output is a floating tensor"
     if not all(value.isfinite().all() for value in outputs):
         return "outputs are not finite"
-    return "" if all(map(torch.equal, outputs, again)) else "the same inputs give other outputs each time"
+    return "" if all(map(torch.equal, outputs, again)) else "a copy of the model gives other outputs"
 
 
 def run(model: PreTrainedModel, inputs: dict[str, Tensor]) -> list[Tensor]:

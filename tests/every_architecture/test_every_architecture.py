@@ -20,7 +20,7 @@ from every_architecture.models import Architecture, architectures, one_of_each_t
 from every_architecture.worker import RED, RIGHT, Answer, answers, ask
 from transformers import Trainer
 
-from hf_trainweights import TrainWeightsCheckpointCallback
+from hf_trainweights import QuantizedTensor, TrainWeightsCheckpointCallback
 
 pytestmark = pytest.mark.slow
 
@@ -81,8 +81,14 @@ def change_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def change_the_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, calls = cells.run, iter(range(100))
-    monkeypatch.setattr(cells, "run", lambda *args: [value + 0.01 * next(calls) for value in run(*args)])
+    """Have a quantized model give other outputs each time."""
+    run, calls = cells.run, iter(range(1, 100))
+
+    def change(model: Any, inputs: Any) -> list[torch.Tensor]:
+        is_quantized = any(isinstance(each, QuantizedTensor) for each in model.parameters())
+        return [value + 0.01 * next(calls) * is_quantized for value in run(model, inputs)]
+
+    monkeypatch.setattr(cells, "run", change)
 
 
 def resume_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
