@@ -171,7 +171,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
 model = LlamaForCausalLM(LlamaConfig(**sizes))
 import torch
-done = model.generate(torch.ones(1, 5, dtype=torch.long), max_new_tokens=2, return_dict_in_generate=True, pad_token_id=0)
+tokens = torch.ones(1, 5, dtype=torch.long)
+done = model.generate(tokens, max_new_tokens=2, return_dict_in_generate=True, pad_token_id=0)
 print(type(done.past_key_values).__name__, getattr(done.past_key_values, "kinds", None))
 """
 
