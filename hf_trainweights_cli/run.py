@@ -23,6 +23,9 @@ class RunCommand(Command):
 def run(
     program: Annotated[str, typer.Argument(metavar="PROGRAM", help="Its command, a .py file or a module.")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its own arguments.")] = None,
+    kv_cache: Annotated[
+        str | None, typer.Option("--kv-cache", help="Keys and values of generate: bf16, int8, int8/int4 or int4.")
+    ] = None,
 ) -> None:
     """Run a Python program that is to load quantized models, such as `transformers serve` or `lm_eval`.
 
@@ -39,6 +42,8 @@ def run(
 
     import hf_trainweights  # noqa: F401  (registers the quantizer)
 
+    if kv_cache is not None:
+        _use_kv_cache(kv_cache)
     sys.argv = [program, *(arguments or [])]
     if commands:
         raise AfterCommand(lambda: sys.exit(next(iter(commands)).load()()))
@@ -46,6 +51,20 @@ def run(
         sys.path.insert(0, str(file.absolute().parent))
         raise AfterCommand(partial(runpy.run_path, program, run_name="__main__"))
     raise AfterCommand(partial(runpy.run_module, program, run_name="__main__", alter_sys=True))
+
+
+def _use_kv_cache(kind: str) -> None:
+    """Let `generate` make a cache of a kind such as `int8`, or `int8/int4` for keys and values."""
+    from hf_trainweights.cache.generation import use_in_generate
+    from hf_trainweights.errors import ConfigError
+
+    keys, _, values = kind.partition("/")
+    try:
+        use_in_generate((keys, values or keys))
+    except ConfigError as error:
+        raise typer.BadParameter(
+            f"expected bf16, int8, int8/int4 or int4, found {kind}", param_hint="--kv-cache"
+        ) from error
 
 
 def _is_module(name: str) -> bool:

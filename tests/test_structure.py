@@ -60,7 +60,7 @@ CHECKPOINT_ROOMS = (
 )
 MAY_IMPORT_TRANSFORMERS = {
     *("models", "exports", "imports", "report.texts", "checkpoint.trainer.callback"),
-    "cache.kv_cache",
+    *("cache.kv_cache", "cache.generation"),
 }
 # `.ci/run` does not repeat these tests on the oldest Transformers.
 TESTS_WITHOUT_TRANSFORMERS = ("formats", "checkpoint/codecs")

@@ -64,7 +64,7 @@ class KVCache(DynamicCache):
         self._set_layers(layer_types(config), kind)
 
     def _set_layers(self, types: list[tuple[str, dict[str, Any]]], kind: str | tuple[str, str]) -> None:
-        self.kinds = _checked(kind)
+        self.kinds = checked_kinds(kind)
         layers: list[Any] = [
             KVLayer(*self.kinds, window=options[_WINDOWS[name]] if _WINDOWS[name] else None)
             if name in _WINDOWS
@@ -176,7 +176,8 @@ class EncoderDecoderKVCache(EncoderDecoderCache):
         return self.self_attention_cache.stored_bytes + self.cross_attention_cache.stored_bytes
 
 
-def _checked(kind: object) -> tuple[str, str]:
+def checked_kinds(kind: object) -> tuple[str, str]:
+    """Check a kind of cache, and return that of keys and that of values; ConfigError: it is none."""
     kinds = (kind, kind) if isinstance(kind, str) else kind
     if isinstance(kinds, tuple | list) and len(kinds) == 2 and all(isinstance(k, str) and k in BITS for k in kinds):
         return kinds[0], kinds[1]

@@ -164,3 +164,29 @@ def test_a_process_ends_as_python_lets_it_end(name: str, tmp_path: Path) -> None
     )
     assert (found.returncode, found.stdout) == (expected.returncode, expected.stdout)
     assert found.stderr.splitlines()[-1:] == expected.stderr.splitlines()[-1:]
+
+
+GENERATES = """
+from transformers import LlamaConfig, LlamaForCausalLM
+sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
+model = LlamaForCausalLM(LlamaConfig(**sizes))
+import torch
+tokens = torch.ones(1, 5, dtype=torch.long)
+done = model.generate(tokens, max_new_tokens=2, return_dict_in_generate=True, pad_token_id=0)
+print(type(done.past_key_values).__name__, getattr(done.past_key_values, "kinds", None))
+"""
+
+
+@pytest.mark.slow  # the program imports Transformers
+def test_a_program_generates_with_a_cache_of_keys_and_values(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(GENERATES, encoding="utf-8")
+    done = run_command("run", "--kv-cache", "int8/int4", script)
+    assert done.stdout == "KVCache ('int8', 'int4')\n", done.stderr
+
+
+def test_a_kind_of_cache_that_there_is_not_is_wrong_usage(tmp_path: Path) -> None:
+    (tmp_path / "program.py").touch()
+    result = run("run", "--kv-cache", "int3", tmp_path / "program.py")
+    assert result.exit_code == 2
+    assert "expected bf16, int8, int8/int4 or int4, found int3" in unwrapped(result.output)
