@@ -23,9 +23,9 @@ from fork_server import exit_code_of_fork
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, MobileBertConfig, MobileBertModel, PreTrainedModel
 
-from hf_trainweights import QuantizedTensor, TrainWeightsConfig
+from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_
 from hf_trainweights.errors import SaveError, UnsupportedError
 from hf_trainweights.files import disk
 from hf_trainweights.files.weight_files import ENTRY_POINTS, is_weight_file
@@ -611,3 +611,19 @@ def test_a_model_that_is_mapped_from_the_files_it_replaces_lives_on(
     model.save_pretrained(tmp_path, safe_serialization=safe)
     # In a process of its own: to read from a mapped file that was cut short kills the process with SIGBUS.
     assert exit_code_of_fork(overwrite, tmp_path, safe) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("serialization", ["safetensors", "bin"])
+def test_weights_without_elements_are_saved_in_either_serialization(serialization: str, tmp_path: Path) -> None:
+    """MobileBERT has an empty matrix where its embeddings are as wide as its layers; codes and scales have no bytes."""
+    sizes = {"hidden_size": 64, "embedding_size": 64, "true_hidden_size": 64, "intra_bottleneck_size": 64}
+    config = MobileBertConfig(**sizes, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=96)
+    model = MobileBertModel(config)
+    quantize_(model, TrainWeightsConfig("int4", group_size=32, include_embeddings=True))
+    model.save_pretrained(tmp_path, **SERIALIZATIONS[serialization])
+    reloaded = MobileBertModel.from_pretrained(tmp_path)
+    weights = dict(reloaded.named_parameters())
+    for name, weight in model.named_parameters():
+        if isinstance(weight, QuantizedTensor):
+            assert torch.equal(weights[name].dequantize(), weight.dequantize()), name
