@@ -222,7 +222,7 @@ def _rewrite_as_bin(file: Path) -> tuple[str, str]:
     """Replace a safetensors file by its `.bin` twin, as Transformers 5 writes none; return name and SHA-256 of that."""
     twin = file.with_name(bin_name(file.name))
     # torch.save refuses two tensors of different dtypes at one address, where those without elements lie in the map.
-    tensors = {name: tensor if tensor.numel() else torch.empty_like(tensor) for name, tensor in _mapped(file)[0].items()}
+    tensors = {name: t if t.numel() else torch.empty_like(t) for name, t in _mapped(file)[0].items()}
     # Through an open file: torch.save writes the name of a path into the bytes.
     with twin.open("wb") as stream:
         digested: Any = DigestedFile(stream)
