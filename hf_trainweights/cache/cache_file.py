@@ -38,7 +38,7 @@ Layers = Mapping[str, Sequence[Any]]
 
 
 def write_cache(path: str | os.PathLike[str], caches: Layers, kinds: tuple[str, str]) -> None:
-    """Write the layers of a cache; what is there stays whole until the new file is.
+    """Write the layers of a cache. An older file stays intact until the new one is.
 
     ConfigError: the file's name does not end in `.safetensors`, or a model's dtype is no float of 16 or 32 bits.
     UnsupportedError: a layer keeps other states than keys and values. SaveError: the file cannot be written.
@@ -46,12 +46,12 @@ def write_cache(path: str | os.PathLike[str], caches: Layers, kinds: tuple[str, 
     path = _checked(path)
     described = {name: [_description(index, layer) for index, layer in enumerate(of)] for name, of in caches.items()}
     tensors = {
-        f"{name}.{index}.{side}.{part}": TensorToWrite.of(tensor)
+        f"{name}.{index}.{side}.{tensor_name}": TensorToWrite.of(tensor)
         for name, layers in caches.items()
         for index, layer in enumerate(layers)
         if isinstance(layer, KVLayer)
         for side, store in zip(_SIDES, layer.stores, strict=False)
-        for part, tensor in store.tensors().items()
+        for tensor_name, tensor in store.tensors().items()
     }
     content = {"version": _VERSION, "kinds": kinds, **described}
     with staged_files(path.parent, lambda _: False) as staged:
@@ -117,8 +117,8 @@ class CacheFile:
         stored = {name: len(self._rows(name)) for name in names}
         if counts != stored:
             expected = f"a cache of {', '.join(f'{count} layers ({name})' for name, count in counts.items())}"
-            found = ", ".join(f"{count} layers ({name})" for name, count in stored.items())
-            raise ConfigError(str(self.path), expected, found, "Load it for the model that it was made for.")
+            in_file = ", ".join(f"{count} layers ({name})" for name, count in stored.items())
+            raise ConfigError(str(self.path), expected, in_file, "Load it for the model that it was made for.")
         with torch.device("cpu"), safe_open(self.path, framework="pt") as file:
             for name, layers in caches.items():
                 for index, (layer, sizes) in enumerate(zip(layers, self._rows(name), strict=True)):
@@ -169,13 +169,13 @@ class CacheFile:
             }
             if f"{name}.channels" in self._header:
                 shapes["channels"] = (batch, heads, 2, form.columns)
-        tensors = {part: self._tensor(f"{name}.{part}", part, shape, file) for part, shape in shapes.items()}
+        tensors = {key: self._tensor(f"{name}.{key}", key, shape, file) for key, shape in shapes.items()}
         made = FloatStore if "rows" in shapes else IntegerStore
         return made.from_tensors(tensors, length, form)
 
-    def _tensor(self, name: str, part: str, shape: tuple[int, ...], file: Any) -> Tensor:
+    def _tensor(self, name: str, key: str, shape: tuple[int, ...], file: Any) -> Tensor:
         entry = self._header.get(name)
-        dtypes = {"codes": ("U8",), "scale": ("BF16",), "channels": ("F32",), "rows": ("BF16", "F16", "F32")}[part]
+        dtypes = {"codes": ("U8",), "scale": ("BF16",), "channels": ("F32",), "rows": ("BF16", "F16", "F32")}[key]
         if entry is None or entry["shape"] != list(shape) or entry["dtype"] not in dtypes:
             raise self._corrupt(f"{name} of shape {shape} in {' or '.join(dtypes)}", repr(entry)[:120])
         # Not a view of the mapped file: tokens are written behind them.

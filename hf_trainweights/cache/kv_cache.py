@@ -1,4 +1,4 @@
-"""`KVCache`: what a user passes to `generate` as `past_key_values`."""
+"""`KVCache`, which a user passes to `generate` as `past_key_values`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class KVCache(DynamicCache):
     bytes. Channels of keys are centred and divided by their magnitude among the first tokens, at least 64, which are
     held as floats until then. So channels far larger than others cost no precision.
 
-    On a CPU the compiled library attends to the codes themselves. Without one, on other devices, for eager attention
-    and for gradients the codes are dequantized first. Linear attention and state spaces keep Transformers' own layers.
+    On a CPU the compiled library attends to the codes themselves. The codes are dequantized first where there is no
+    library, on other devices, for eager attention and for gradients. Linear attention and state spaces keep Transformers' own layers.
 
     Args:
         config: The configuration of the model. An encoder-decoder gets a cache for self-attention and one for
@@ -83,7 +83,7 @@ class KVCache(DynamicCache):
         """Save the stored tokens as one safetensors file, e.g. those of a long prompt.
 
         Args:
-            path: The file. What is there stays whole until the new file is.
+            path: The file. An older one stays intact until the new one is.
 
         Raises:
             ConfigError: The file's name does not end in `.safetensors`, or the model has another dtype than float32,
@@ -95,7 +95,7 @@ class KVCache(DynamicCache):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], config: PreTrainedConfig) -> Any:
-        """Load a cache that `save` wrote; what is generated from it is the same as from the saved one.
+        """Load a cache that `save` wrote. A model generates the same from it as from the saved one.
 
         Args:
             path: The file.
@@ -125,8 +125,10 @@ class KVCache(DynamicCache):
             ConfigError: The cache was made for a model with fewer layers, or for other batches, heads or columns.
         """
         if not 0 <= layer_idx < len(self.layers):
-            expected, found = f"one of the {len(self.layers)} layers that the cache was made for", str(layer_idx)
-            raise ConfigError("KVCache, layer", expected, found, "Make the cache by the configuration of this model.")
+            expected = f"one of the {len(self.layers)} layers that the cache was made for"
+            raise ConfigError(
+                "KVCache, layer", expected, str(layer_idx), "Make the cache by the configuration of this model."
+            )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -52,7 +52,7 @@ class KVLayer(CacheLayerMixin):
         """The tokens that are stored."""
         return self.stores[0].length if self.stores else 0
 
-    # What Transformers reads of cross-attention, and sets to None at first.
+    # Transformers reads keys and values of cross-attention, and sets them to None at first.
     @property
     def keys(self) -> Tensor | None:
         """All stored keys."""
@@ -80,7 +80,7 @@ class KVLayer(CacheLayerMixin):
         )
         self.is_initialized = True
 
-    # The decorator does not say what it returns.
+    # The decorator has no type for its result.
     @torch.compiler.disable
     def update(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -124,11 +124,11 @@ class KVLayer(CacheLayerMixin):
 
     def _require_same_sizes(self, *states: Tensor) -> None:
         for store, x in zip(self.stores, states, strict=True):
-            found = x.shape[0], x.shape[1], x.shape[3]
-            if found != store.shape:
+            sizes = x.shape[0], x.shape[1], x.shape[3]
+            if sizes != store.shape:
                 expected = "keys and values of the batch, heads and columns {}, {}, {}".format(*store.shape)
                 next_step = "Make a new cache for another batch or another model."
-                raise ConfigError("KVCache", expected, "{}, {}, {}".format(*found), next_step)
+                raise ConfigError("KVCache", expected, "{}, {}, {}".format(*sizes), next_step)
 
     def _quantize(self, first: int, *states: Tensor) -> tuple[Tensor, Tensor]:
         """Store all tokens so far and these as integers, and return them as they were."""
@@ -203,7 +203,7 @@ class KVLayer(CacheLayerMixin):
             store.truncate(store.length - count)
 
     def reset(self) -> None:
-        """Forget all tokens, and what the keys' channels were equalized by."""
+        """Forget all tokens, and the means and magnitudes of the keys' channels."""
         self._clear()
 
     def select(self, index: Tensor) -> None:

@@ -74,7 +74,7 @@ class FloatStore:
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], length: int, form: TokenFormat) -> FloatStore:
-        """Make a store of what `tensors` returned."""
+        """Make a store of the tensors that `tensors` returned."""
         rows = tensors["rows"]
         store = cls(rows, rows.dtype)
         store.append(rows)
@@ -152,7 +152,7 @@ class IntegerStore:
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], length: int, form: TokenFormat) -> IntegerStore:
-        """Make a store of what `tensors` returned."""
+        """Make a store of the tensors that `tensors` returned."""
         store = cls(StoredTokens(form, tensors["codes"], tensors["scale"], tensors.get("channels")))
         store.length = length
         return store
