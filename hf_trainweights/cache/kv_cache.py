@@ -28,7 +28,8 @@ class KVCache(DynamicCache):
     held as floats until then. So channels far larger than others cost no precision.
 
     On a CPU the compiled library attends to the codes themselves. The codes are dequantized first where there is no
-    library, on other devices, for eager attention and for gradients. Linear attention and state spaces keep Transformers' own layers.
+    library, on other devices, for eager attention and for gradients. Linear attention and state spaces keep
+    Transformers' own layers.
 
     Args:
         config: The configuration of the model. An encoder-decoder gets a cache for self-attention and one for
