@@ -1,6 +1,6 @@
-"""Compile the C functions of the `native` folders where the machine has a C compiler for them.
+"""Compile the C functions of the `native` folders if the machine has a C compiler.
 
-Without one the package installs as it is, and takes the ways of PyTorch's own ops and of numpy.
+If it has none, the package still installs, and computes with PyTorch's own ops and numpy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FORMATS = _PACKAGE / "formats" / "native"
 _CODECS = _PACKAGE / "checkpoint" / "codecs" / "native"
 _PLANES = _PACKAGE / "files" / "native"
 _FLAGS = ["-O3", "-std=gnu11", "-fPIC"]
-# Without this flag GCC keeps the sums of a product in memory instead of in registers. clang refuses it.
+# This flag lets GCC keep the sums of a product in registers instead of in memory. clang refuses it.
 _NO_PRE = "-fno-tree-pre"
 _THREADS = "-fopenmp"
 _ONE_THREAD = "on one thread, because this compiler does not take its threads from PyTorch's OpenMP library"
@@ -40,7 +40,7 @@ _ROUNDED = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 
 
 class Library(NamedTuple):  # hatchling loads this file in a way in which `dataclass` raises an AttributeError
-    """A library: where it goes, what it is made of, and how."""
+    """A library to compile: its path, the patterns of its sources in the same folder, and the compiler's flags."""
 
     path: Path
     sources: tuple[str, ...]
@@ -63,7 +63,7 @@ _X86 = (
     *_OF_ANY_CPU,
 )
 _ARM = (Library(_PRODUCTS / "neon.so", (*_OF_ALL, "bytes/*.c"), _NEON), *_OF_ANY_CPU)
-# By the operating system and the CPU.
+# The libraries for each operating system and CPU.
 LIBRARIES = {("linux", "x86_64"): _X86, ("linux", "aarch64"): _ARM, ("darwin", "arm64"): _ARM}
 
 
@@ -71,11 +71,11 @@ class CustomBuildHook(BuildHookInterface):
     """Adds the compiled libraries to a wheel, or to the source tree of an editable install."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile, and make the wheel one of this platform if that succeeds.
+        """Compile the libraries; if that succeeds, add them to the wheel and mark it as one of this platform.
 
         Args:
             version: "standard" or "editable".
-            build_data: What the wheel is built from; changed in place.
+            build_data: Hatchling's settings of the wheel, which this changes.
         """
         del version
         libraries = _compile(Path(self.root)) if self.target_name == "wheel" else []
@@ -83,12 +83,12 @@ class CustomBuildHook(BuildHookInterface):
             return
         build_data["artifacts"] += [f"/{path.as_posix()}" for path in libraries]
         build_data["pure_python"] = False
-        # The libraries call nothing of Python, so they fit every version of it.
+        # The libraries call no function of Python, so they fit every version of it.
         build_data["tag"] = "py3-none-" + sysconfig.get_platform().replace("-", "_").replace(".", "_")
 
 
 def _compile(root: Path) -> list[Path]:
-    """Compile what the machine can, say in one line what that was, and return the libraries that there are."""
+    """Compile the libraries for this machine, print one line about the outcome, and return the compiled ones."""
     command = shlex.split(os.environ.get("CC", "")) or ["cc"]
     libraries = LIBRARIES.get((sys.platform, platform.machine()))
     if libraries is None:
@@ -106,7 +106,7 @@ def _compile(root: Path) -> list[Path]:
 
 
 def _names(outcomes: dict[Path, str], outcome: str) -> str:
-    return ", ".join(path.name for path, found in outcomes.items() if found == outcome)
+    return ", ".join(path.name for path, text in outcomes.items() if text == outcome)
 
 
 def _say(done: list[Path], remarks: list[str]) -> list[Path]:
@@ -116,26 +116,26 @@ def _say(done: list[Path], remarks: list[str]) -> list[Path]:
 
 
 def _run(command: list[str]) -> str:
-    """Run a compiler and return the first line that it says of an error; nothing if there was none."""
+    """Run a compiler and return the first line of its error, or an empty text if it succeeded."""
     result = subprocess.run(command, capture_output=True, text=True, errors="replace")
     lines = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines()
     return (lines or [f"exit status {result.returncode}"])[0] if result.returncode else ""
 
 
 def _compile_one(root: Path, command: list[str], library: Library, refused: set[str]) -> str:
-    """Put one library where it goes, without the flags that are refused, and return what is to be said of it."""
+    """Compile one library to its path, without the refused flags, and return a remark or an error, or an empty text."""
     with tempfile.TemporaryDirectory() as temporary:
         linked = Path(temporary) / library.path.name
         remark = _ONE_THREAD if _THREADS in library.flags and _THREADS in refused else ""
         if failure := _link(root, command, library, refused, linked):
             return failure
-        # clang's threads are those of its own OpenMP library, which PyTorch does not bring and which would be a second
-        # pool of threads beside PyTorch's.
+        # clang needs its own OpenMP library for threads. PyTorch does not bring that, and it would be a second pool of
+        # threads beside PyTorch's. So the library is linked again without threads.
         if b"__kmpc_" in linked.read_bytes():
             remark = _ONE_THREAD
             if failure := _link(root, command, library, refused | {_THREADS}, linked):
                 return failure
-        # A process may have the old library mapped: it is replaced, not written to.
+        # A process may have the old library mapped, so a new file replaces it instead of overwriting it.
         aside = (root / library.path).with_name(f"{library.path.name}.new")
         shutil.copyfile(linked, aside)
         aside.replace(root / library.path)
@@ -143,7 +143,7 @@ def _compile_one(root: Path, command: list[str], library: Library, refused: set[
 
 
 def _link(root: Path, command: list[str], library: Library, without: set[str], linked: Path) -> str:
-    """Write a library without some of its flags, and return what the compiler says against it, if anything."""
+    """Compile and link a library without some of its flags; return the compiler's error, or an empty text."""
     folder = root / library.path.parent
     sources = sorted(str(source) for pattern in library.sources for source in folder.glob(pattern))
     objects = [str(linked.with_name(f"{number}.o")) for number in range(len(sources))]
@@ -151,6 +151,6 @@ def _link(root: Path, command: list[str], library: Library, without: set[str], l
     for source, compiled in zip(sources, objects, strict=True):
         if failure := _run([*command, *flags, "-c", source, "-o", compiled]):
             return failure
-    # Linked without OpenMP: its symbols come from the library that PyTorch has loaded, so that there is one pool of
-    # threads in the process.
+    # Not linked with OpenMP: its symbols come from the library that PyTorch has loaded, so that the process has one
+    # pool of threads.
     return _run([*command, "-shared", *objects, "-o", str(linked)])

@@ -1,8 +1,8 @@
 """Small weights and small training checkpoints for Hugging Face Transformers; importing it registers the quantizer.
 
-Public are the names in `__all__`, and those of `hf_trainweights.checkpoint`, `hf_trainweights.distributed`,
+Public are the names in `__all__` of this module, and of `hf_trainweights.checkpoint`, `hf_trainweights.distributed`,
 `hf_trainweights.exports` and `hf_trainweights.formats`. `import hf_trainweights.diffusers` registers the quantizer with
-diffusers. All other paths may change with any release.
+diffusers. All other names and modules may change with any release.
 """
 
 from importlib.metadata import version as _version
@@ -72,7 +72,7 @@ __all__ = [
     "write_report",
 ]
 
-# What a program that loads a model can do without: imported when it is first asked for.
+# A program that only loads a model does not need these names, so their modules are imported at their first use.
 __getattr__ = _lazy(
     __name__,
     {

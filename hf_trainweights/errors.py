@@ -1,4 +1,4 @@
-"""Every error this package raises on purpose; each is also the builtin a caller would expect."""
+"""The errors that this package raises on purpose; each is also the builtin that a caller would expect."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable
 
 
 class TrainWeightsError(Exception):
-    """Base class: says where, what was expected, what was found and what to do next.
+    """Base class: an error names the place, the expected value, the actual value and the next step.
 
     Args:
         where: The file, tensor, option or call that is at fault, e.g. `"layers.0.q_proj.weight"`.
-        expected: What would have been right.
-        found: What was there instead.
-        next_step: What the reader should do about it, a full sentence.
+        expected: The value, type or state that would have been right.
+        found: The actual one.
+        next_step: Advice to the reader, a full sentence.
 
     Examples:
         >>> raise ConfigError("group_size", "32, 64 or 128", "48", "Choose one of these.")
@@ -23,7 +23,7 @@ class TrainWeightsError(Exception):
     """
 
     def __init__(self, where: str, expected: str, found: str, next_step: str):
-        # One argument, the text: OSError would take four for its own, and load_state_dict shows them as a tuple.
+        # One argument, the text: OSError would take four as its own fields, and load_state_dict would show a tuple.
         super().__init__(f"{where}: expected {expected}, found {found}. {next_step}")
         self.where = where
         self.expected = expected
@@ -43,15 +43,15 @@ class QuantizationError(TrainWeightsError, ValueError):
 
 
 class UnsupportedError(TrainWeightsError, NotImplementedError):
-    """The call is understood, but there is no correct way to do it on quantized weights."""
+    """A valid call that quantized weights cannot serve correctly."""
 
 
 class CorruptFileError(TrainWeightsError, ValueError):
-    """A file is damaged, incomplete or not what its name says."""
+    """A file is damaged or incomplete, or has other content than its name promises."""
 
 
 class SaveError(TrainWeightsError, OSError):
-    """A file or directory could not be written; what was there before is untouched."""
+    """A file or directory could not be written; files that were there before are untouched."""
 
 
 class MissingAnchorError(TrainWeightsError, FileNotFoundError):
@@ -63,12 +63,12 @@ class UnstorableError(TrainWeightsError, TypeError):
 
 
 def did_you_mean(found: object, known: Iterable[str], default: str) -> str:
-    """Return the next step of an error about a name that is not known: the nearest name that is.
+    """Return the next step of an error about a wrong name: a question with the nearest right name.
 
     Args:
-        found: What was there; only a string can be misspelt.
+        found: The wrong name; a value that is not a string counts as far from all names.
         known: The names that would have been right.
-        default: The next step where none is near.
+        default: The next step if no name is near.
 
     Examples:
         >>> did_you_mean("dwon_proj", ["up_proj", "down_proj"], "Choose one of these.")

@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first asked for."""
+"""Public names of a package whose modules are imported only when the names are first used."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from importlib import import_module
 
 
 def lazy(package: str, modules: Mapping[str, str]) -> Callable[[str], object]:
-    """Return a package's `__getattr__` for names that it has in other modules.
+    """Return the `__getattr__` of a package, which imports the module of a name when the name is first used.
 
     Args:
-        package: Its dotted name.
-        modules: Each name to the module that has it, as a path that begins in the package.
+        package: The dotted name of the package.
+        modules: Each name to the dotted path of its module, relative to the package.
     """
 
     def find(name: str) -> object:

@@ -1,4 +1,4 @@
-"""Libraries of C functions that the installation compiled if it could; whoever uses one has another way without it."""
+"""Libraries of C functions, compiled at installation if there was a compiler; callers need a way to do without them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _logger = logging.getLogger(__name__)
 
 
 class _Array(ctypes.c_void_p):
-    """An argument for which numpy arrays stand, and None for a null pointer."""
+    """The type of a pointer argument for which callers pass a numpy array, or None for a null pointer."""
 
     @classmethod
     def from_param(cls, array: np.ndarray | None) -> ctypes.c_void_p:
@@ -34,29 +34,29 @@ _TYPES = {
 
 
 def load_library(path: Path, functions: Mapping[str, str], abi: int) -> ctypes.CDLL | None:
-    """Load a library and declare its functions; None where it is missing, or does not fit this machine or this code.
+    """Load a library and declare its functions; None if it is missing, or does not fit this machine or this code.
 
-    An x86 CPU without AVX2 gets none: there a compiler's loops take longer than those of numpy.
+    On an x86 CPU without AVX2 this returns None, because compiled loops are slower than numpy's there.
 
     Args:
         path: The library.
-        functions: By name the types of result and arguments, a letter each: `a` for a contiguous array or None, `p` for
-            an address, `l` for 64 bits, `i` for an int, `u` for 32 bits without sign, `f` for a float; first the
-            result, `-` if there is none.
-        abi: What its function `abi()` has to return. Both numbers rise with each change of what a function is given.
+        functions: Each function's name to its types, a letter each, the result first: `-` for no result, `a` for a
+            contiguous array or None, `p` for an address, `l` for 64 bits, `i` for an int, `u` for 32 bits without
+            sign, `f` for a float.
+        abi: The number that the library's `abi()` must return. Raise both with each change of a function's arguments.
     """
     if platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX"):
         return None
     try:
-        # At once, because a missing symbol of OpenMP, which PyTorch brings, would end the process at its first use.
-        # Windows, which has no name for that, has no other way.
+        # RTLD_NOW finds a missing symbol of OpenMP, which PyTorch brings, here instead of ending the process at its
+        # first use. Windows has no RTLD_NOW, because it always does so.
         library = ctypes.CDLL(str(path), mode=getattr(os, "RTLD_NOW", ctypes.DEFAULT_MODE))
     except OSError:
         return None
     try:
         _declare(library, functions)
-        found = library.abi()
-        fault = "" if found == abi else f"abi() is {found} and not {abi}"
+        library_abi = library.abi()
+        fault = "" if library_abi == abi else f"abi() is {library_abi} and not {abi}"
     except AttributeError as error:
         fault = str(error)
     if fault:
@@ -73,4 +73,4 @@ def _declare(library: ctypes.CDLL, functions: Mapping[str, str]) -> None:
     for name, (result, *arguments) in functions.items():
         function = getattr(library, name)
         function.restype = _TYPES.get(result)
-        function.argtypes = [_TYPES[each] for each in arguments]
+        function.argtypes = [_TYPES[letter] for letter in arguments]

@@ -1,1 +1,1 @@
-"""Bytes on disk: how files are written, which of them hold weights, and what proves them whole."""
+"""Bytes on disk: staged and durable writes, the names of weight files, and the digests that prove files intact."""

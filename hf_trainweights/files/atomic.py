@@ -1,7 +1,7 @@
-"""Files and directories that appear whole or not at all, whenever the process or the machine stops.
+"""Files and directories that appear complete or not at all, whenever the process or the machine stops.
 
-Data is forced to the disk (fsync) before the name that shows it appears; a name is durable once its directory has been
-fsynced as well. What the operating system refuses meanwhile becomes an error that says what to do: `save_errors`.
+Data is forced to the disk (fsync) before the file gets its name. A name is durable, it survives a power failure, once
+its directory has been fsynced as well. `save_errors` turns errors of the operating system into errors with advice.
 Source: T. S. Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014, sections 3 and 4.
 """
 
@@ -27,19 +27,19 @@ from hf_trainweights.files.reading import read_chunks
 
 FREEING_THREAD = "trainweights-free"
 
-# NFS and FUSE show a removed file under such a name until it is closed.
+# NFS and FUSE show a removed file under a name with such a prefix until it is closed.
 SHOWN_PREFIXES = (".nfs", ".fuse_hidden")
 
 _BUFFER_BYTES = 1 << 20
 _LARGE_BYTES = 16 << 20
-# The disk writes so many bytes while the next ones are encoded.
+# The disk begins to write after each so many bytes, while the process encodes the next ones.
 _STARTED_BYTES = 16 << 20
-# What file systems without hard links answer (FAT, object stores through FUSE, Docker bind mounts, ...).
+# The answers of file systems without hard links (FAT, object stores through FUSE, Docker bind mounts, ...).
 _NO_LINK_ERRNOS = frozenset(
     {errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS, errno.EACCES, errno.EINVAL}
 )
 
-# Error numbers to what was expected, and what to do next.
+# Error numbers to the two texts of an error: `expected` and `next_step`.
 _ADVICE = {
     (errno.ENOSPC, errno.EDQUOT, errno.EFBIG): (
         "enough free disk space",
@@ -68,7 +68,7 @@ _OTHERWISE = "a disk that takes the files", "Check the disk, or choose another d
 
 
 class _NewFile(io.RawIOBase):
-    """The raw half of a file being written; `io.BufferedWriter` gathers torch.save's many small writes."""
+    """A file being written, without a buffer; `io.BufferedWriter` gathers torch.save's many small writes for it."""
 
     def __init__(self, descriptor: int):
         self._descriptor = descriptor
@@ -97,7 +97,7 @@ class _NewFile(io.RawIOBase):
 
 @contextlib.contextmanager
 def _write(path: Path, descriptor: int, final: Path | None = None) -> Iterator[BinaryIO]:
-    """Yield a new binary file, which is forced to the disk and gets its final name when the block ends, or is gone."""
+    """Yield a new binary file; force it to the disk and name it `final` at the end, or remove it on an error."""
     raw = _NewFile(descriptor)
     try:
         with io.BufferedWriter(raw, _BUFFER_BYTES) as file:
@@ -115,15 +115,15 @@ def _write(path: Path, descriptor: int, final: Path | None = None) -> Iterator[B
 
 
 def create_file(path: Path) -> contextlib.AbstractContextManager[BinaryIO]:
-    """Create a binary file for a block; when it ends its data is on the disk, its name not yet."""
+    """Create a binary file for a block; at the block's end its data is on the disk, but its name is not durable yet."""
     return _write(path, disk.file_system.create(path))
 
 
 @contextlib.contextmanager
 def replace_file(path: Path, also_replaced: Iterable[Path] = ()) -> Iterator[BinaryIO]:
-    """Yield a binary file that takes the place of `path` when the block ends without an error, durably.
+    """Yield a binary file that durably replaces `path` when the block ends without an error.
 
-    From the start it has the permissions of `path`, or where there is none those of the files `also_replaced`.
+    From the start it has the permissions of `path`, or those of the files `also_replaced` if `path` is missing.
     """
     claim, descriptor = claim_file(path.parent)
     try:
@@ -136,7 +136,7 @@ def replace_file(path: Path, also_replaced: Iterable[Path] = ()) -> Iterator[Bin
 
 
 def keep_permissions(new: Path, replaced: Path, also_replaced: Iterable[Path] = ()) -> None:
-    """Give a new file or directory the permissions of the one it replaces, or else those that all others grant."""
+    """Give a new file or directory the permissions of `replaced`, or if that is missing those that all others grant."""
     modes = []
     for path in [replaced] if replaced.exists() else also_replaced:
         with contextlib.suppress(FileNotFoundError):  # another process was faster
@@ -147,7 +147,7 @@ def keep_permissions(new: Path, replaced: Path, also_replaced: Iterable[Path] = 
 
 @contextlib.contextmanager
 def keeping_permissions(path: Path) -> Iterator[None]:
-    """Give a file that the block removes and writes again the permissions that it had."""
+    """Restore the permissions of a file that the block removes and writes again."""
     mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
     yield
     if mode is not None and path.exists():
@@ -155,13 +155,13 @@ def keeping_permissions(path: Path) -> Iterator[None]:
 
 
 def _set_permissions(path: Path, mode: int) -> None:
-    # A file system without permissions shows the same ones of all files.
+    # A file system without permissions shows the same mode for all files, so that no chmod is tried there.
     if mode != stat.S_IMODE(path.stat().st_mode):
         disk.file_system.chmod(path, mode)
 
 
 def move_file(source: Path, target: Path, also_replaced: Iterable[Path] = ()) -> None:
-    """Give a file that was written aside its final name in the same directory, durably, data first."""
+    """Force a file to the disk, then give it its final name in the same directory, durably."""
     keep_permissions(source, target, also_replaced)
     disk.file_system.sync_file(source)
     disk.file_system.rename(source, target)
@@ -170,14 +170,14 @@ def move_file(source: Path, target: Path, also_replaced: Iterable[Path] = ()) ->
 
 @contextlib.contextmanager
 def create_directory(path: Path) -> Iterator[Path]:
-    """Yield a temporary directory that becomes `path` when the block ends without an error, durably.
+    """Yield a temporary directory that durably becomes `path` when the block ends without an error.
 
-    Files in it are written by `create_file`, or forced to the disk by `sync_tree` before the block ends.
+    The caller writes its files with `create_file`, or calls `sync_tree` before the block ends.
     """
     require_vacant(path)
     make_directories(path.parent)
     claim = claim_directory(path.parent)
-    # One level deeper: the claim locks its directory, and who writes into this one may want to lock it.
+    # One level deeper: the claim locks its own directory, and the caller may want to lock the one that it gets.
     temporary = claim.path / path.name
     try:
         disk.file_system.mkdir(temporary)
@@ -193,13 +193,13 @@ def create_directory(path: Path) -> Iterator[Path]:
 
 
 def require_vacant(path: Path) -> None:
-    """Check that `path` is missing or an empty directory, so that one created there loses nothing; else SaveError."""
+    """Check that `path` is missing or an empty directory, so that replacing it loses nothing; else SaveError."""
     if not os.path.lexists(path):
         return
     is_directory = path.is_dir() and not path.is_symlink()
     if not is_directory or any(path.iterdir()):
-        found = "a directory that is not empty" if is_directory else "a file or a link"
-        raise SaveError(str(path), "a missing or empty directory", found, "Choose another path or remove it first.")
+        actual = "a directory that is not empty" if is_directory else "a file or a link"
+        raise SaveError(str(path), "a missing or empty directory", actual, "Choose another path or remove it first.")
 
 
 def make_directories(path: Path) -> None:
@@ -216,7 +216,7 @@ def make_directories(path: Path) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Make a regular file appear under a second, new name: as a hard link, or as a copy where there are no links."""
+    """Give a regular file a second, new name: as a hard link, or as a copy if the file system has no hard links."""
     try:
         disk.file_system.link(source, target)
     except OSError as error:
@@ -230,7 +230,7 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """Force a directory, whoever wrote it, to the disk, following no links: the data of each file, then the names."""
+    """Force a directory to the disk without following links: the data of each file, then the names."""
     for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
         if entry.is_dir(follow_symlinks=False):
             sync_tree(Path(entry.path))
@@ -240,7 +240,7 @@ def sync_tree(directory: Path) -> None:
 
 
 def remove_files(files: Iterable[Path]) -> None:
-    """Remove those of some files that are there, durably and in this order: an index of shards before its shards."""
+    """Remove the files that exist, durably and in the given order, so that an index goes before its shards."""
     for file in files:
         if file.exists():
             disk.file_system.unlink(file)
@@ -249,18 +249,18 @@ def remove_files(files: Iterable[Path]) -> None:
 
 @contextlib.contextmanager
 def freeing_in_background(directory: Path) -> Iterator[None]:
-    """Let a thread free what large files of a directory have in memory, if the block replaces or removes them.
+    """Let a thread free the memory of large files of a directory that the block replaces or removes.
 
-    For a gigabyte that takes the kernel .7 seconds, and with Python's lock held where tensors are mapped from the file:
-    all threads would wait, also one that trains. So nothing in the block may be mapped from the files when it ends.
+    Freeing a gigabyte of a file takes the kernel .7 seconds. If tensors are mapped from the file, Python's lock is held
+    meanwhile, and all threads wait, also one that trains. So the block must end without tensors mapped from the files.
     """
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as open_files:
         descriptors = [*_large_files(directory)] if os.name == "posix" else []  # Windows replaces no file that is open
         for descriptor in descriptors:
-            held.callback(os.close, descriptor)
+            open_files.callback(os.close, descriptor)
         yield
         if descriptors and not _shows_removed(directory):
-            threading.Thread(target=held.pop_all().close, name=FREEING_THREAD, daemon=True).start()
+            threading.Thread(target=open_files.pop_all().close, name=FREEING_THREAD, daemon=True).start()
 
 
 def _shows_removed(directory: Path) -> bool:
@@ -278,7 +278,7 @@ def _large_files(directory: Path) -> Iterator[int]:
 def remove_tree(path: Path, *, ignore_errors: bool = False) -> None:
     """Remove a directory and everything in it; links are removed, never followed.
 
-    A directory in which NFS or FUSE shows a file that is open stays, with this file alone, for a later call.
+    While NFS or FUSE shows a removed file that is still open, its directory stays, for a later call to remove.
     """
     try:
         for entry in list(os.scandir(path)):
@@ -295,7 +295,7 @@ def remove_tree(path: Path, *, ignore_errors: bool = False) -> None:
 
 
 def replace_by_link(source: Path, target: Path) -> None:
-    """Put a link to a regular file, or a copy, in the place of another file in the same directory, durably."""
+    """Durably replace `target` by a hard link to `source`, or by a copy; both are in the same directory."""
     aside = temporary_path(target.parent)
     link_or_copy(source, aside)
     move_file(aside, target)
@@ -303,7 +303,7 @@ def replace_by_link(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def save_errors(path: Path, outcome: str) -> Iterator[None]:
-    """Turn what the operating system refuses while `path` is written into a `SaveError` that tells the outcome."""
+    """Turn an error of the operating system while `path` is written into a `SaveError` that tells the outcome."""
     try:
         yield
     except SaveError:
@@ -311,7 +311,7 @@ def save_errors(path: Path, outcome: str) -> Iterator[None]:
     except OSError as error:
         raise _save_error(path, outcome, error, error.errno) from error
     except Exception as error:
-        # safetensors reports failed writes as its own SafetensorError, with the error number in the text alone.
+        # safetensors reports failed writes as its own SafetensorError, which has the error number only in its text.
         if type(error).__module__.startswith("safetensors"):
             number = _OS_ERROR.search(str(error))
             raise _save_error(path, outcome, error, int(number[1]) if number else None) from error

@@ -1,10 +1,11 @@
-"""Tensors as words, words as planes of bytes of equal significance, and blocks of bytes through zstd's Huffman coder.
+"""The bytes of tensors on their way through zstd's Huffman coder: words, planes and blocks.
 
-Of a floating point word the bits are rotated left by one, so that the exponent fills the top byte and the sign goes to
-the lowest bit: mantissas are noise, but exponents repeat.
+A word is a component of a tensor as an integer. A plane holds the bytes of equal significance of many words. A block is
+a plane, or a part of one, that is coded by itself. The bits of a floating point word are rotated left by one, so that
+the exponent fills the top byte and the sign becomes the lowest bit: mantissas are noise, but exponents repeat.
 
-The bytes of tensors hold next to no repeats but runs of zeros, so zstd is told not to look for others. That is within
-1 % of the order-0 entropy above 3 bits a byte; zstd's own levels are slower and no smaller.
+The bytes of tensors hold next to no repeats but runs of zeros, so zstd is told not to look for others. The result is
+within 1 % of the order-0 entropy above 3 bits a byte. zstd's own levels are slower and give no smaller files.
 """
 
 from __future__ import annotations
@@ -46,37 +47,37 @@ _HUFFMAN_ONLY = zstandard.ZstdCompressionParameters(
     target_length=0,
     write_content_size=True,
 )
-# Fewer bytes than a frame takes are not worth a try.
+# A frame takes at least so many bytes, so shorter blocks are not coded.
 _SMALLEST_FRAME = 12
-# A frame needs no window of its own when it is decoded at once; this stops one that claims a huge window.
+# A frame that is decoded at once needs no window. This bound refuses a frame that claims a huge one.
 _MAX_WINDOW_BYTES = 1 << 22
 
 
 @functools.cache
 def compiled() -> ctypes.CDLL | None:
-    """Return the C functions of `native/`, several times as fast as numpy; None where they are not compiled."""
+    """Return the C functions of `native/`, several times as fast as numpy; None if they are not compiled."""
     return load_library(_LIBRARY, _FUNCTIONS, _ABI)
 
 
 def compiled_for(name: str, words: np.ndarray) -> Callable[..., None] | None:
-    """Return the C function of that name for words of this size, 2 or 4 bytes; None where there is none."""
+    """Return the C function `name` for words of this size, 2 or 4 bytes; None if there is no such function."""
     library = compiled() if words.itemsize in (2, 4) else None
     return library and getattr(library, f"{name}_{words.itemsize}")
 
 
 def word_layout(shape: torch.Size, dtype: torch.dtype) -> tuple[int, int]:
-    """Return bytes per component and the number of components of a tensor."""
+    """Return the bytes of a component and the number of components; a complex number has two components."""
     itemsize = dtype.to_real().itemsize if dtype.is_complex else dtype.itemsize
     return itemsize, shape.numel() * dtype.itemsize // itemsize
 
 
 def words_of(tensor: Tensor) -> np.ndarray:
-    """Return the components of a contiguous tensor as integers, 1-D, a view."""
+    """Return the components of a contiguous tensor as integers, in a 1-D view."""
     return tensor.reshape(-1).view(WORDS[word_layout(tensor.shape, tensor.dtype)[0]]).numpy()
 
 
 def fold(words: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """Return a copy of integers, those of floats rotated left by one bit."""
+    """Return a copy of the words; words of a float dtype are rotated left by one bit."""
     if not _is_rotated(words, dtype):
         return words.copy()
     # The arithmetic shift gives 0 or -1, and the left shift an even number: subtracting sets the lowest bit.
@@ -86,27 +87,27 @@ def fold(words: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 
 
 def split_planes(words: np.ndarray, planes: np.ndarray, folded: torch.dtype | None = None) -> None:
-    """Fill `planes`, [itemsize, len(words)], with the bytes of contiguous words; with a dtype, as `fold` makes them."""
+    """Fill `planes`, [itemsize, len(words)], with the bytes of contiguous words, or of `fold(words, folded)`."""
     library, is_rotated = compiled(), folded is not None and _is_rotated(words, folded)
     if library and words.itemsize > 1:
         getattr(library, f"split_{words.itemsize}")(words, len(words), is_rotated, planes, planes.strides[0])
     else:
-        given = words if folded is None else fold(words, folded)
-        planes[:] = given.view(np.uint8).reshape(-1, words.itemsize).T
+        to_split = words if folded is None else fold(words, folded)
+        planes[:] = to_split.view(np.uint8).reshape(-1, words.itemsize).T
 
 
 def join_planes(planes: Sequence[np.ndarray], words: np.ndarray, folded: torch.dtype | None = None) -> None:
-    """Fill contiguous words, 1-D, with their bytes of each significance, lowest first.
+    """Fill contiguous 1-D words from their planes, lowest bytes first, the inverse of `split_planes`.
 
-    With a dtype the bytes are those of words that `fold` made, and what it was given comes back.
+    If `folded` is a dtype, the planes are those of `fold(words, folded)`, and this undoes the folding too.
     """
     function, is_rotated = compiled_for("join", words), folded is not None and _is_rotated(words, folded)
     if function is not None:
         pointers = (ctypes.c_void_p * len(planes))(*(plane.__array_interface__["data"][0] for plane in planes))
         function(ctypes.addressof(pointers), len(words), is_rotated, words)
         return
-    for place, plane in enumerate(planes):
-        words.view(np.uint8)[place :: words.itemsize] = plane
+    for significance, plane in enumerate(planes):
+        words.view(np.uint8)[significance :: words.itemsize] = plane
     if is_rotated:
         unsigned = words.view(f"u{words.itemsize}")
         sign = unsigned << (8 * words.itemsize - 1)
@@ -119,7 +120,7 @@ def _is_rotated(words: np.ndarray, dtype: torch.dtype) -> bool:
 
 
 class _Coders(threading.local):
-    """zstd's contexts: making them takes as long as coding a small tensor, and no two threads may share one."""
+    """zstd's contexts of a thread. Making one takes as long as coding a small tensor; two threads may not share one."""
 
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(compression_params=_HUFFMAN_ONLY)
@@ -130,7 +131,7 @@ _coders = _Coders()
 
 
 def encode_block(block: np.ndarray) -> np.ndarray:
-    """Return a block, 1-D contiguous uint8, as one standard zstd frame where that is shorter, else the block itself."""
+    """Return a block, 1-D contiguous uint8, as one standard zstd frame if that is shorter, else the block itself."""
     if len(block) < _SMALLEST_FRAME:
         return block
     coded = _coders.compressor.compress(memoryview(block))  # pyright: ignore[reportArgumentType] (see `decode_block`)
@@ -138,7 +139,7 @@ def encode_block(block: np.ndarray) -> np.ndarray:
 
 
 def decode_block(stored: np.ndarray, size: int, corrupt: Callable[[str, str], CorruptFileError]) -> np.ndarray:
-    """Undo `encode_block`: return uint8 `[size]`, not to be written to; no frame can make it allocate more."""
+    """Undo `encode_block`: return read-only uint8 `[size]`. No frame, not even a forged one, makes it allocate more."""
     if len(stored) == size:
         return stored
     frame = memoryview(stored)  # pyright: ignore[reportArgumentType] (numpy 2 has no __buffer__ in 3.11)

@@ -1,18 +1,18 @@
-"""A few tensors as one entropy-coded array of bytes, which says itself how it is read and finds any damage.
+"""A few tensors as one entropy-coded array of bytes, with a header that describes it and checksums that find damage.
 
 | bytes | content |
 |---|---|
 | 0 to 3 | `TWC1` |
-| 4 to 7 | CRC-32 of all that follows up to the end of the table |
+| 4 to 7 | CRC-32 of all bytes after it, up to the end of the table |
 | 8 to 11 | length of the JSON |
 | then | JSON: `[[name, dtype, shape], ...]`, no spaces |
 | table | for each block two numbers: its stored size and the CRC-32 of its stored bytes |
 | blocks | back to back, each coded by `byte_planes.encode_block` |
 
-Numbers are little-endian uint32. A tensor is a run of matrices, `shape[:-2]` of them, each cut into chunks of 2**18
-words. The words of a floating tensor are its elements; those of any other are bytes. A chunk is one block for each byte
-of a word, the least significant first (`byte_planes`). So the header tells the size of each block, and one matrix can
-be read without the others.
+Numbers are little-endian uint32. A tensor `[*, N, K]` is a run of matrices `[N, K]`, each cut into chunks of 2**18
+words. The words of a floating tensor are its elements, and the words of any other tensor are its bytes. A chunk is one
+block for each byte of a word, the least significant first (`byte_planes`). So the header tells the size of each block,
+and a reader can read one matrix without the others.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MAGIC = b"TWC1"
 _PREFIX = struct.Struct("<4sII")
 _ENTRY = np.dtype([("size", "<u4"), ("crc32", "<u4")])
 _CHUNK_WORDS = 1 << 18
-# What one thread does as fast as several.
+# Up to this many bytes one thread is as fast as several.
 _SMALL_BYTES = 1 << 20
 _MOST_DIMENSIONS, _MOST_ELEMENTS = 64, 1 << 56
 
@@ -47,14 +47,14 @@ CODED_DTYPES = frozenset(
 )
 """The dtypes of tensors that can be coded."""
 
-_DTYPES = {str(each).removeprefix("torch."): each for each in CODED_DTYPES}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODED_DTYPES}
 
 _Piece = TypeVar("_Piece")
 _Result = TypeVar("_Result")
 
 
 class _Spec(NamedTuple):
-    """Shape and dtype of a tensor, and how they cut it into blocks."""
+    """Shape and dtype of a tensor, and the numbers of its matrices, chunks and blocks, which follow from them."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -65,7 +65,7 @@ class _Spec(NamedTuple):
 
     @property
     def matrices(self) -> int:
-        # Empty ones are none: a header of 170 bytes can claim 2^50 of them.
+        # Empty matrices do not count, because a header of 170 bytes can claim 2^50 of them.
         return math.prod(self.shape[:-2]) if self.matrix_words else 0
 
     @property
@@ -93,17 +93,17 @@ def encode_tensors(tensors: Mapping[str, Tensor]) -> Tensor:
         (True, torch.Size([1000, 1000]))
     """
     specs = {name: _Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    parts: list[np.ndarray] = []
+    all_blocks: list[np.ndarray] = []
     for name, spec in specs.items():
         words = _words(tensors[name].detach().cpu().contiguous()).reshape(spec.matrices, spec.matrix_words)
         pieces = [(matrix, spec.chunk(number), spec) for matrix in words for number in range(spec.chunks)]
-        parts += [block for blocks in _map(_encode_chunk, pieces, words.nbytes) for block in blocks]
-    listed = [[name, str(spec.dtype).removeprefix("torch."), list(spec.shape)] for name, spec in specs.items()]
-    text = json.dumps(listed, separators=(",", ":")).encode()
-    table = np.array([(len(block), zlib_ng.crc32(block.data)) for block in parts], _ENTRY).tobytes()
-    rest = struct.pack("<I", len(text)) + text + table
-    head = _MAGIC + struct.pack("<I", zlib_ng.crc32(rest)) + rest
-    return torch.from_numpy(np.concatenate([np.frombuffer(head, np.uint8), *parts]))
+        all_blocks += [block for blocks in _map(_encode_chunk, pieces, words.nbytes) for block in blocks]
+    described = [[name, str(spec.dtype).removeprefix("torch."), list(spec.shape)] for name, spec in specs.items()]
+    text = json.dumps(described, separators=(",", ":")).encode()
+    table = np.array([(len(block), zlib_ng.crc32(block.data)) for block in all_blocks], _ENTRY).tobytes()
+    checked = struct.pack("<I", len(text)) + text + table
+    head = _MAGIC + struct.pack("<I", zlib_ng.crc32(checked)) + checked
+    return torch.from_numpy(np.concatenate([np.frombuffer(head, np.uint8), *all_blocks]))
 
 
 def _encode_chunk(piece: tuple[np.ndarray, slice, _Spec]) -> list[np.ndarray]:
@@ -117,11 +117,11 @@ def _encode_chunk(piece: tuple[np.ndarray, slice, _Spec]) -> list[np.ndarray]:
 
 
 class CodedTensors:
-    """Reads what `encode_tensors` wrote, as much of it as is asked for; checks everything before it is used.
+    """Reads the tensors that `encode_tensors` coded, all or one matrix at a time, and checks them first.
 
     Args:
         coded: Uint8 `[bytes]`, on any device.
-        where: What errors call it.
+        where: The name of the bytes in errors.
     """
 
     def __init__(self, coded: Tensor, where: str):
@@ -146,7 +146,7 @@ class CodedTensors:
             raise self._corrupt("the blocks", f"{self._edges[-1]} bytes with the header", f"{len(self._data)}")
 
     def read(self, name: str, matrix: int | None = None) -> Tensor:
-        """Return a new CPU tensor, whole or as its `matrix`-th `[N, K]`; CorruptFileError: a block is damaged."""
+        """Return a new CPU tensor, or its matrix `[N, K]` number `matrix`; CorruptFileError: a block is damaged."""
         spec = self.specs[name]
         shape = spec.shape if matrix is None else spec.shape[-2:]
         try:
@@ -158,8 +158,8 @@ class CodedTensors:
         numbers = range(spec.matrices) if matrix is None else [range(spec.matrices)[matrix]]
         words = _words(out).reshape(len(numbers), spec.matrix_words)
         pieces = [
-            (words[place], chunk, self._firsts[name] + (number * spec.chunks + chunk) * spec.planes, spec)
-            for place, number in enumerate(numbers)
+            (words[row], chunk, self._firsts[name] + (number * spec.chunks + chunk) * spec.planes, spec)
+            for row, number in enumerate(numbers)
             for chunk in range(spec.chunks)
         ]
         _map(self._decode_chunk, pieces, words.nbytes)
@@ -205,13 +205,13 @@ def _is_shape(shape: tuple[object, ...]) -> bool:
 
 
 def _words(tensor: Tensor) -> np.ndarray:
-    """Return the words of a contiguous tensor, 1-D, a view."""
+    """Return the words of a contiguous tensor in a 1-D view."""
     plain = tensor if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return words_of(plain) if tensor.dtype.is_floating_point else plain.reshape(-1).view(torch.uint8).numpy()
 
 
 def _map(function: Callable[[_Piece], _Result], pieces: Sequence[_Piece], size_bytes: int) -> list[_Result]:
-    """Return the results in order; of much to do by as many threads as PyTorch has, since zstd lets go of the GIL."""
+    """Return the result for each piece, in order. Many bytes are shared by threads, because zstd releases the GIL."""
     threads = min(torch.get_num_threads(), len(pieces))
     if threads < 2 or size_bytes <= _SMALL_BYTES:
         return [function(piece) for piece in pieces]

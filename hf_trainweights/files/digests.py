@@ -11,10 +11,10 @@ One JSON object that carries its own digest, see `reading.sign_json`:
       "versions": {"hf_trainweights": "...", "safetensors": "...", "torch": "...", "transformers": "..."}
     }
 
-`quantization_config_sha256` is that of the part of config.json that says how the codes are read, as canonical JSON:
-people edit the rest. The first files of digests lack it. A calibrated model has `calibration` besides: the tokens, and
-how far the outputs of its blocks were off without texts and with them. Files of a variant have a file of digests of
-their own, `trainweights_files.<variant>.json`. Digests find damage, not forgery.
+`quantization_config_sha256` is the digest of the same part of config.json, as canonical JSON. That part says how the
+codes are read; people edit the rest. The first files of digests lack it. A calibrated model also has `calibration`: the
+number of tokens, and the errors of its blocks' outputs without texts and with them. The weight files of a variant have
+a file of digests of their own, `trainweights_files.<variant>.json`. Digests find damage, not forgery.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ _MAX_BYTES = 16 << 20  # about 150 bytes a file; the largest models have a few h
 
 @dataclass(frozen=True)
 class ModelReport:
-    """What checking the weight files of a saved model against their digests showed.
+    """The result of comparing the weight files of a saved model with their digests.
 
     Args:
         path: The directory.
         files: Names of the weight files that were saved, sorted.
-        versions: Package to version that wrote them; several, if variants differ, with commas between.
-        problems: File name to what is wrong with it; a damaged file of digests is one of them.
+        versions: Package to the version that wrote the files; if variants differ, to all versions with commas between.
+        problems: File name to a description of its damage; a damaged file of digests is listed too.
         foreign: Names of weight files that have no digest, sorted; a loader may prefer them.
-        covers_config: Whether the digests say how config.json described the quantized weights; it is compared if so.
-        unchecked: Why the names in the weight files were not compared with the model's; empty if they were.
+        covers_config: Whether all files of digests cover `quantization_config` of config.json, which is compared then.
+        unchecked: Why the names in the weight files were not compared with the model's; empty if they were compared.
     """
 
     path: Path
@@ -67,7 +67,7 @@ class ModelReport:
 
     @property
     def ok(self) -> bool:
-        """Whether the weight files are those that were saved, and no others, and config.json and the model fit them."""
+        """Whether the weight files are intact and there are no others, and config.json and the model fit them."""
         return not self.problems and not self.foreign
 
 
@@ -88,10 +88,10 @@ def write_digests(
     known: Mapping[str, str] | None = None,
     calibration: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the digests of some files beside them, reading those not in `known`; equal files give equal bytes."""
-    known = known or {}
+    """Write digests of files beside them, taken from `known` or by reading the file; equal files give equal bytes."""
+    known_sha256s = known or {}
     content: dict[str, Any] = {
-        "files": {name: _entry(directory / name, known.get(name)) for name in names},
+        "files": {name: _entry(directory / name, known_sha256s.get(name)) for name in names},
         "versions": package_versions(),
         _CONFIG_KEY: _quantization_sha256(directory),
         _CALIBRATION_KEY: calibration,
@@ -100,14 +100,14 @@ def write_digests(
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of the packages that decide what lies in a weight file, by name."""
+    """Return the versions of the packages that determine the content of a weight file, by name."""
     return {package: importlib.metadata.version(package) for package in _PACKAGES}
 
 
 def verify_files(path: str | os.PathLike[str]) -> ModelReport:
-    """Read every weight file of a saved model and compare it with its digest; a single flipped bit is found.
+    """Read every weight file of a saved model and compare it with its digest, so that a single flipped bit is found.
 
-    So is a change of `quantization_config` in config.json, which says how the weights are read.
+    It also finds a change of `quantization_config` in config.json, which says how the weights are read.
 
     Args:
         path: A directory that `save_pretrained` of a quantized model wrote, or a snapshot of a pushed one.
@@ -117,7 +117,7 @@ def verify_files(path: str | os.PathLike[str]) -> ModelReport:
 
     Raises:
         ConfigError: It is no directory, or one without digests.
-        OSError: The directory itself cannot be read. What is wrong in it is reported, not raised.
+        OSError: The directory itself cannot be read. Faults of its files are reported, not raised.
 
     Examples:
         >>> import tempfile
@@ -133,9 +133,9 @@ def verify_files(path: str | os.PathLike[str]) -> ModelReport:
     directory = Path(path)
     sources = digest_files(directory)
     if not sources:
-        found = "none" if directory.is_dir() else "no directory"
+        actual = "none" if directory.is_dir() else "no directory"
         next_step = "Save the model with hf_trainweights, quantized; other models carry no digests."
-        raise ConfigError(str(directory), f"a directory with {digests_name()}", found, next_step)
+        raise ConfigError(str(directory), f"a directory with {digests_name()}", actual, next_step)
     files: dict[str, Mapping[str, Any]] = {}
     versions: dict[str, set[str]] = defaultdict(set)
     problems: dict[str, str] = {}
@@ -150,10 +150,10 @@ def verify_files(path: str | os.PathLike[str]) -> ModelReport:
         configs.append(content.get(_CONFIG_KEY))
         for package, version in content["versions"].items():
             versions[package].add(version)
-    found = {name: _problem(directory / name, entry) for name, entry in files.items()}
-    found[CONFIG_NAME] = _config_problem(directory, configs)
-    problems |= {name: problem for name, problem in found.items() if problem}
-    present = [each.name for each in directory.iterdir() if may_be_loaded(each.name)]
+    outcomes = {name: _problem(directory / name, entry) for name, entry in files.items()}
+    outcomes[CONFIG_NAME] = _config_problem(directory, configs)
+    problems |= {name: problem for name, problem in outcomes.items() if problem}
+    present = [path.name for path in directory.iterdir() if may_be_loaded(path.name)]
     return ModelReport(
         directory,
         tuple(sorted(files)),
@@ -165,14 +165,13 @@ def verify_files(path: str | os.PathLike[str]) -> ModelReport:
 
 
 def read_calibration(directory: Path) -> Mapping[str, Any] | None:
-    """Return what calibration was worth, as `write_digests` was given it; None for a model without."""
-    return next(
-        (each[_CALIBRATION_KEY] for each in map(_read, digest_files(directory)) if _CALIBRATION_KEY in each), None
-    )
+    """Return the record of calibration that `write_digests` wrote; None for a model without calibration."""
+    contents = map(_read, digest_files(directory))
+    return next((content[_CALIBRATION_KEY] for content in contents if _CALIBRATION_KEY in content), None)
 
 
 def read_quantization_config(directory: Path) -> dict[str, Any] | None:
-    """Return the `quantization_config` of a directory's config.json; None where there is none."""
+    """Return the `quantization_config` of a directory's config.json; None if it has none or the file is missing."""
     file, next_step = directory / CONFIG_NAME, "Restore it from a copy, or save the model again from its source."
     try:
         described = read_json_object(file, next_step).get("quantization_config")
@@ -184,10 +183,7 @@ def read_quantization_config(directory: Path) -> dict[str, Any] | None:
 
 
 def _quantization_sha256(directory: Path) -> str | None:
-    """Return the SHA-256 of a directory's `quantization_config` as canonical JSON; None where there is none.
-
-    Canonical JSON has sorted keys, no spaces, and ASCII only.
-    """
+    """Return the SHA-256 of `quantization_config` as sorted JSON without spaces, in ASCII; None if it is missing."""
     described = read_quantization_config(directory)
     if described is None:
         return None
@@ -195,7 +191,7 @@ def _quantization_sha256(directory: Path) -> str | None:
 
 
 def digest_files(directory: Path) -> list[Path]:
-    """Return the files with digests in a directory, sorted: one for each variant; none if the directory is missing."""
+    """Return the files of digests in a directory, sorted: one for each variant; empty if the directory is missing."""
     return sorted([*directory.glob(digests_name()), *directory.glob(digests_name("*"))])
 
 
@@ -206,7 +202,7 @@ def _entry(file: Path, known_sha256: str | None = None) -> dict[str, Any]:
 
 
 def _problem(file: Path, entry: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with a file. Links are followed: the Hub's cache consists of them."""
+    """Describe the damage of a file, None if it is intact. Links are followed: the Hub's cache consists of them."""
     try:
         require_regular_file(file)
         size_bytes = file.stat().st_size
@@ -224,10 +220,10 @@ def _problem(file: Path, entry: Mapping[str, Any]) -> str | None:
 
 
 def _config_problem(directory: Path, saved: Iterable[str | None]) -> str | None:
-    """Return what is wrong with config.json, given the digests of its part at the saves; None of an earlier version."""
-    known = {sha256 for sha256 in saved if sha256 is not None}
+    """Describe a change of config.json; None if it still has the digests `saved`, which earlier versions left out."""
+    saved_sha256s = {sha256 for sha256 in saved if sha256 is not None}
     try:
-        if known and known != {_quantization_sha256(directory)}:
+        if saved_sha256s and saved_sha256s != {_quantization_sha256(directory)}:
             return "has another quantization_config than when the model was saved"
     except CorruptFileError as error:
         return f"is {error.found}, not {error.expected}"
@@ -237,7 +233,7 @@ def _config_problem(directory: Path, saved: Iterable[str | None]) -> str | None:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Return what a file of digests holds, after checking that it is what `write_digests` writes."""
+    """Return the content of a file of digests, after checking that `write_digests` may have written it."""
     next_step = "Compare the model with its source: nothing vouches for it now."
     with open_regular_file(file) as stream:
         text = stream.read(_MAX_BYTES + 1)
@@ -262,7 +258,7 @@ def _signed(content: Mapping[str, Any]) -> bytes:
 
 
 def _is_valid(content: Mapping[str, Any]) -> bool:
-    """Return whether names are those of weight files in the same directory, not paths out of it, and values typed."""
+    """Return whether all names are plain names of weight files, not paths, and all values have the right types."""
     types = {"sha256": str, "size_bytes": int}
     texts = [*content["versions"].values(), content.get(_CONFIG_KEY, "")]
     return all(isinstance(text, str) for text in texts) and all(

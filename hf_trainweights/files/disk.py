@@ -1,11 +1,11 @@
-"""The calls that reach the disk, temporary names, and the lock that tells whether whoever writes under one still lives.
+"""The calls that reach the disk, temporary names, and the locks that show whether the writer of a temporary file lives.
 
-Every change goes through one object, so that a test can record the calls or let them fail.
+Every change of the disk goes through `file_system`, so that a test can record the calls or let them fail.
 
 Files and directories in the making have names that begin with `_trainweights-`. Their writer holds a lock on them,
-which the operating system releases when the process ends, however it ends. So a cleaner on this machine, and where the
-file system shares its locks on any other, knows what is abandoned. A process ID would say nothing in containers, where
-every one is 1.
+which the operating system releases when the process ends, however it ends. So a cleaner on this machine knows which of
+them are abandoned, and so does one on another machine if the file system shares its locks. A process ID would say
+nothing in containers, where every process is number 1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ except ImportError:  # Windows
 
 TEMPORARY_PREFIX = "_trainweights-"
 
-# Where nothing can be locked (Windows, Lustre by default, directories on NFS), the age decides: no save takes a day.
+# If nothing can be locked (Windows, Lustre by default, directories on NFS), the age decides: no save takes a day.
 _ABANDONED_SECONDS = 24 * 3600
 
 
@@ -34,14 +34,14 @@ class FileSystem:
 
     def create(self, path: Path) -> int:
         """Create a new regular file and return its descriptor; an existing name is an error."""
-        # Without O_BINARY Windows would write two bytes for each that is a line feed.
+        # O_BINARY, because Windows would otherwise write two bytes for each line feed.
         flags = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
         return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | flags, 0o666)
 
     write = staticmethod(os.write)
     read = staticmethod(os.read)
     fsync = staticmethod(os.fsync)
-    # An existing file or empty directory under the new name gives way in the same step.
+    # Replaces an existing file or empty directory of the new name in the same step.
     rename = staticmethod(os.replace)
     unlink = staticmethod(os.unlink)
     mkdir = staticmethod(os.mkdir)
@@ -49,15 +49,15 @@ class FileSystem:
     chmod = staticmethod(os.chmod)
 
     def start_writing(self, descriptor: int, start: int, size_bytes: int) -> None:
-        """Let the disk begin with a part of a file, so that an fsync at its end waits for less."""
-        if hasattr(os, "posix_fadvise"):  # Linux writes what it is told that nobody needs in memory
-            with contextlib.suppress(OSError):  # fsync tells what goes wrong
+        """Let the disk begin to write some bytes of a file, so that the fsync after the last byte waits for less."""
+        if hasattr(os, "posix_fadvise"):  # Linux begins to write pages that it is told are not needed in memory
+            with contextlib.suppress(OSError):  # the fsync reports errors
                 os.posix_fadvise(descriptor, start, size_bytes, os.POSIX_FADV_DONTNEED)
 
     def sync_file(self, path: Path) -> None:
-        """Force the data of a file that was closed before to the disk."""
+        """Force the data of a closed file to the disk."""
         try:
-            descriptor = os.open(path, os.O_RDWR)  # some systems refuse to sync what is open for reading only
+            descriptor = os.open(path, os.O_RDWR)  # some systems refuse to sync a file opened only for reading
         except PermissionError:
             descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -66,7 +66,7 @@ class FileSystem:
             os.close(descriptor)
 
     def sync_directory(self, path: Path) -> None:
-        """Force a directory's names to the disk, where system and file system offer that."""
+        """Force a directory's names to the disk, if the system and the file system can."""
         if not hasattr(os, "O_DIRECTORY"):  # Windows opens no directory
             return
         descriptor = os.open(path, os.O_RDONLY)
@@ -79,7 +79,7 @@ class FileSystem:
             os.close(descriptor)
 
     def link(self, source: Path, target: Path) -> None:
-        """Give a file a second name; a link to it is not followed, where the system can tell."""
+        """Give a file a second name; a symbolic link is not followed, if the system offers that."""
         os.link(source, target, follow_symlinks=os.link not in os.supports_follow_symlinks)
 
     def set_times(self, path: Path, accessed_ns: int, modified_ns: int) -> None:
@@ -95,7 +95,7 @@ class Claim:
 
     Args:
         path: Its path.
-        descriptor: An open descriptor that carries the lock, where there are locks; None where nothing can be opened.
+        descriptor: The open descriptor that holds the lock; None if the system cannot open or lock it.
     """
 
     def __init__(self, path: Path, descriptor: int | None):
@@ -103,18 +103,18 @@ class Claim:
         self._descriptor = descriptor
 
     def release(self) -> None:
-        """Let go of it, once it has its final name or is gone; a second call does nothing."""
+        """Release the lock, once the file has its final name or is removed; a second call does nothing."""
         descriptor, self._descriptor = self._descriptor, None
         _unlock(descriptor)
 
 
 def temporary_path(directory: Path) -> Path:
-    """Return a fresh name in a directory that marks its bearer as unfinished."""
+    """Return a new random path in a directory, whose name marks a file or directory as unfinished."""
     return directory / f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
 
 
 def claim_file(directory: Path) -> tuple[Claim, int]:
-    """Create an empty file under a temporary name; return the claim and a descriptor for the caller to close."""
+    """Create an empty file under a temporary name; return its claim and a descriptor that the caller closes."""
     while True:
         path = temporary_path(directory)
         descriptor = file_system.create(path)
@@ -135,7 +135,7 @@ def claim_directory(directory: Path) -> Claim:
 
 
 def move_aside(path: Path) -> Claim:
-    """Give a directory a temporary name, durably: it is gone for everybody else in one step."""
+    """Durably give a directory a temporary name, so that it disappears for everybody else in one step."""
     descriptor = _open(path)
     _lock(descriptor, wait=True)
     claim = Claim(temporary_path(path.parent), descriptor)
@@ -150,7 +150,7 @@ def move_aside(path: Path) -> Claim:
 
 @contextlib.contextmanager
 def take_over(path: Path) -> Iterator[bool]:
-    """Hold what has a temporary name against others; yield whether its writer is dead, so that it may be removed."""
+    """Lock an entry with a temporary name; yield whether its writer is dead, so that the caller may remove it."""
     if path.is_symlink():  # no writer makes one
         yield True
         return
@@ -163,7 +163,7 @@ def take_over(path: Path) -> Iterator[bool]:
 
 
 def is_old(path: Path) -> bool:
-    """Return whether no save that still runs can have written, renamed or linked a file or directory."""
+    """Return whether an entry is so old that no running save can have written, renamed or linked it."""
     try:
         return time.time() - path.lstat().st_ctime > _ABANDONED_SECONDS
     except OSError:
@@ -172,9 +172,9 @@ def is_old(path: Path) -> bool:
 
 @contextlib.contextmanager
 def lock_directory(path: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Hold a directory for one writer, and yield whether it was free; the system lets go of it if the process dies.
+    """Lock a directory for one writer and yield whether it was free; the system unlocks it if the process dies.
 
-    Where nothing can be locked it always is free.
+    A directory that cannot be locked counts as free.
     """
     descriptor = os.open(path, os.O_RDONLY) if fcntl is not None else None
     try:
@@ -184,7 +184,7 @@ def lock_directory(path: Path, *, wait: bool = False) -> Iterator[bool]:
 
 
 def _claim(path: Path, descriptor: int | None) -> Claim | None:
-    """Return the claim on a fresh entry; None if a cleaner came between its creation and its lock, and removed it."""
+    """Lock a new entry and return the claim; None if a cleaner removed the entry before it was locked."""
     _lock(descriptor, wait=True)
     claim = Claim(path, descriptor)
     with contextlib.suppress(FileNotFoundError):
@@ -196,10 +196,10 @@ def _claim(path: Path, descriptor: int | None) -> Claim | None:
 
 
 def _open(path: Path) -> int | None:
-    """Return a descriptor to lock by; None where there is none."""
+    """Return a descriptor for locking; None if the system has no locks or cannot open the path."""
     if fcntl is None:
         return None
-    # NFS locks what is open for writing alone.
+    # NFS locks only files that are open for writing.
     access = os.O_RDONLY if path.is_dir() else os.O_RDWR
     try:
         return os.open(path, access | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -208,7 +208,7 @@ def _open(path: Path) -> int | None:
 
 
 def _lock(descriptor: int | None, *, wait: bool) -> bool | None:
-    """Return whether the lock is ours now; None where nothing can be locked."""
+    """Lock a descriptor; return whether this process has the lock now, None if it cannot be locked."""
     if fcntl is None or descriptor is None:
         return None
     try:
@@ -223,7 +223,7 @@ def _lock(descriptor: int | None, *, wait: bool) -> bool | None:
 def _unlock(descriptor: int | None) -> None:
     if fcntl is None or descriptor is None:
         return
-    # A worker process that was forked meanwhile has the descriptor too: closing ours would leave the lock to it.
+    # A worker process forked meanwhile has the descriptor too, and would keep the lock if ours were only closed.
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)

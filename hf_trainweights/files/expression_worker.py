@@ -1,6 +1,6 @@
-"""The process that selectors.py starts: it matches names, and nothing it does can hurt the one that started it.
+"""The program of the process that selectors.py starts: it matches names, and cannot hurt the process that started it.
 
-It runs this file alone, by the standard library, because it is started for every load that needs it.
+It imports only the standard library, because a process is started for every load that needs it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MAX_BYTES = 512 << 20
 
 
 def main() -> None:
-    """Read a request from stdin, and write the answer for each expression in a line, as soon as it is known."""
+    """Read a request from stdin, and write the answer for each expression as a line, as soon as it is ready."""
     # Windows has no such limit, and macOS refuses this one.
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
@@ -23,7 +23,7 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     request = json.load(sys.stdin)
     for expression in request["expressions"]:
-        # Without memory it ends here, and its parent knows by which expression.
+        # If memory runs out, the process ends here, and its parent sees at which expression.
         print(json.dumps(_answer(expression, request["names"])), flush=True)
 
 

@@ -1,11 +1,11 @@
-"""Files that are read: regular ones and no others, because reading a FIFO waits for ever, and /dev/zero never ends.
+"""Reading files: regular files, their digests, signed JSON, the zip archives of torch.save, and checks of file names.
 
-Their digests, the zip archives that torch.save writes, and names of files that come out of a file.
+Only regular files are opened, because reading a FIFO waits for ever, and /dev/zero never ends.
 
-A JSON object can carry its own digest, so that a flipped bit in the file itself is found as well. The text is UTF-8
+A signed JSON object carries its own digest, so that a flipped bit in the file itself is found too. The text is UTF-8
 with sorted keys, two spaces of indentation and a newline at the end. Its `sha256` is the digest of the same text with
-an empty string in its place, and exactly the bytes that have this digest are accepted. A digest finds damage, not
-forgery: anyone can compute it.
+an empty string in place of the digest, and only the bytes that have this digest are accepted. A digest finds damage,
+not forgery: anyone can compute it.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _KINDS = {
 
 
 def open_regular_file(path: str | Path, *, follow_links: bool = True) -> BufferedReader:
-    """Open a regular file for reading; CorruptFileError: it is something else, or a link that is not to be followed."""
+    """Open a regular file for reading; CorruptFileError: it is not one, or a link and `follow_links` is False."""
     require_regular_file(path, follow_links=follow_links)
     flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
-    # If another process has put a FIFO there in between, opening it must not wait either.
+    # If another process has just put a FIFO there, opening it must not wait.
     flags |= getattr(os, "O_NONBLOCK", 0) | (0 if follow_links else getattr(os, "O_NOFOLLOW", 0))
     descriptor = os.open(path, flags)
     try:
@@ -57,7 +57,7 @@ def open_regular_file(path: str | Path, *, follow_links: bool = True) -> Buffere
 
 
 def require_regular_file(path: str | Path, *, follow_links: bool = True) -> None:
-    """Check that a library that opens `path` by itself will find a regular file; CorruptFileError: it will not."""
+    """Check that a path leads to a regular file, before a library opens it by itself; CorruptFileError: it does not."""
     try:
         status = os.stat(path, follow_symlinks=follow_links)
     except (OSError, ValueError) as error:
@@ -66,8 +66,8 @@ def require_regular_file(path: str | Path, *, follow_links: bool = True) -> None
             raise _not_regular(repr(str(path))[:_MAX_SHOWN], "a name that no file can have") from error
         if error.errno not in (errno.ENOENT, errno.ELOOP) or not os.path.islink(path):
             raise
-        found = "a symbolic link in a circle" if error.errno == errno.ELOOP else "a symbolic link to nothing"
-        raise _not_regular(path, found) from error
+        kind = "a symbolic link in a circle" if error.errno == errno.ELOOP else "a symbolic link to nothing"
+        raise _not_regular(path, kind) from error
     _require_regular(path, status)
 
 
@@ -84,7 +84,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 def read_chunks(path: Path) -> Iterator[bytes]:
-    """Yield the bytes of a regular file in pieces of at most 1 MiB, never following a link in its last component."""
+    """Yield the bytes of a regular file in pieces of at most 1 MiB; the file itself must not be a link."""
     with open_regular_file(path, follow_links=False) as file:
         while chunk := disk.file_system.read(file.fileno(), _CHUNK_BYTES):
             yield chunk
@@ -99,12 +99,12 @@ def file_sha256(path: Path) -> str:
 
 
 def is_sha256(value: object) -> TypeGuard[str]:
-    """Return whether a value is a text that `file_sha256` may have returned."""
+    """Return whether a value has the form of a digest of `file_sha256`."""
     return type(value) is str and re.fullmatch(r"[0-9a-f]{64}", value) is not None
 
 
 class DigestedFile:
-    """A binary file, written from its beginning, and the digest of what was written, so that nobody has to read it."""
+    """A binary file, written from its beginning, that takes the digest meanwhile, so that it need not be read again."""
 
     def __init__(self, file: BinaryIO):
         self._file = file
@@ -122,7 +122,7 @@ class DigestedFile:
         self._file.flush()
 
     def sha256(self) -> str:
-        """Return the SHA-256 of what was written, in hexadecimal."""
+        """Return the SHA-256 of the bytes written, in hexadecimal."""
         return self._digest.hexdigest()
 
 
@@ -139,7 +139,7 @@ def read_json_object(path: Path, next_step: str = "Restore it from a copy.") -> 
 
 
 def sign_json(content: Mapping[str, Any]) -> bytes:
-    """Return an object, its dataclasses as objects of their fields, as text that holds its own digest as `sha256`.
+    """Write a JSON object as text that holds its own digest as `sha256`; dataclasses become objects of their fields.
 
     Examples:
         >>> text = sign_json({"size_bytes": 3})
@@ -149,12 +149,12 @@ def sign_json(content: Mapping[str, Any]) -> bytes:
     # dataclasses.asdict would copy all of a large manifest.
     text = json.dumps({**content, "sha256": ""}, sort_keys=True, indent=2, default=vars) + "\n"
     unsigned = text.encode()
-    # Only the object's own keys are indented by two spaces; writing the text twice takes a tenth of a small save.
+    # Only the object's own keys are indented by two spaces. Making the text twice would take a tenth of a small save.
     return unsigned.replace(_signature(""), _signature(hashlib.sha256(unsigned).hexdigest()))
 
 
 def is_signed(text: bytes, content: Mapping[str, Any]) -> bool:
-    """Return whether a text, of which `content` was read, is still the one that `sign_json` returned."""
+    """Return whether a text is still the one that `sign_json` returned; `content` is the object read from it."""
     digest = content.get("sha256")
     return hashlib.sha256(text.replace(_signature(digest), _signature(""))).hexdigest() == digest
 
@@ -168,7 +168,7 @@ TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 @contextlib.contextmanager
 def open_zip(path: str | Path) -> Iterator[zipfile.ZipFile]:
-    """Open a zip archive for a block that only reads from it; CorruptFileError, also in the block: it is damaged."""
+    """Open a zip archive for a block that only reads it; CorruptFileError: it is damaged, which the block may find."""
     with open_regular_file(path) as file:
         try:
             with zipfile.ZipFile(file) as archive:
@@ -178,23 +178,23 @@ def open_zip(path: str | Path) -> Iterator[zipfile.ZipFile]:
         except Exception as error:
             # On a damaged archive zipfile raises BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError,
             # OverflowError, struct.error, errors of zlib, bz2 and lzma, or EINVAL after a seek to a wrong place.
-            # Where the disk refuses, it says BadZipFile while it handles the OSError.
+            # If reading fails, it raises BadZipFile while it handles the OSError.
             refusal = error if isinstance(error, OSError) else error.__context__
             if isinstance(refusal, OSError) and refusal.errno not in (None, errno.EINVAL):
                 raise refusal from None
-            found = f"{type(error).__name__}: {error}"[:200]
+            fault = f"{type(error).__name__}: {error}"[:200]
             next_step = "Restore it from a copy, unless it was never a zip archive."
-            raise CorruptFileError(str(path), "a whole zip archive", found, next_step) from error
+            raise CorruptFileError(str(path), "a whole zip archive", fault, next_step) from error
 
 
 def check_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
-    """Read a member of an archive that torch.save wrote; BadZipFile: its bytes do not have its checksum.
+    """Read a member of an archive of torch.save and compare its checksum; BadZipFile: it differs.
 
-    torch writes a zero where its checksums are switched off, see torch.serialization.set_crc32_options.
+    A checksum of zero is not compared: torch writes it if torch.serialization.set_crc32_options switched checksums off.
     """
     if not member.CRC:
         return
-    # zipfile compares no checksum of a member that has none, and zlib-ng finds it 2 to 5 times as fast as zlib.
+    # zipfile compares no checksum of a member without one. zlib-ng computes it 2 to 5 times as fast as zlib.
     unchecked, crc32 = copy.copy(member), 0
     del unchecked.CRC
     with archive.open(unchecked) as file:
@@ -206,7 +206,7 @@ def check_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
 
 @contextlib.contextmanager
 def open_pickle(path: str | Path) -> Iterator[IO[bytes]]:
-    """Open the pickle of a torch.save file for a block that only reads from it; at its end its checksum is compared."""
+    """Open the pickle of a torch.save file for a block that only reads it; reading its end compares the checksum."""
     with open_zip(path) as archive:
         pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
         if len(pickles) != 1:
@@ -216,24 +216,25 @@ def open_pickle(path: str | Path) -> Iterator[IO[bytes]]:
 
 
 def is_torch_zip(path: str | Path) -> bool:
-    """Return whether torch.load takes a regular file for a zip archive; before version 1.6 it was a bare pickle."""
+    """Return whether torch.load reads a file as a zip archive, and not as a bare pickle of torch before 1.6."""
     with open_regular_file(path) as file:
         return file.read(4) == b"PK\x03\x04"
 
 
 def is_torch_file(path: Path) -> bool:
-    """Return whether a path is a file that torch.save may have written, by its name."""
+    """Return whether a path is a file whose name ends as names of torch.save files do."""
     return path.suffix in TORCH_SUFFIXES and path.is_file()
 
 
 def is_safe_name(name: str) -> bool:
-    """Return whether a relative file name, its parts joined by `/`, stays inside its directory on every system.
+    """Return whether a relative file name with `/` as separator stays inside its directory on every system.
 
-    Half of a surrogate pair, which JSON can hold and no file system, makes no such name.
+    A name with half of a surrogate pair is refused: JSON can hold it, but no file system can.
 
     Examples:
         >>> is_safe_name("sub/model.safetensors"), is_safe_name("../model.safetensors")
         (True, False)
     """
-    parts = name.split("/")
-    return all(part not in ("", ".", "..") and not re.search(r"[\\:\x00-\x1f\ud800-\udfff]", part) for part in parts)
+    segments = name.split("/")
+    unsafe = re.compile(r"[\\:\x00-\x1f\ud800-\udfff]")
+    return all(segment not in ("", ".", "..") and not unsafe.search(segment) for segment in segments)

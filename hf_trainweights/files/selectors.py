@@ -1,14 +1,14 @@
 """Selectors: how a user names modules and parameters in overrides, in modules_to_not_convert and in rules.
 
-`re:` and a regular expression selects the modules and parameters whose full names it matches as a whole. Any other
-selector selects the module or parameter of that full name; or, if nothing has that name, everything whose name contains
-it as a run of whole parts: `mlp.down_proj` selects `layers.0.mlp.down_proj.weight`. A module is selected with all that
-it holds.
+A selector that begins with `re:` is a regular expression; it selects the modules and parameters whose full names it
+matches. Any other selector selects the module or parameter of that full name. If there is none of that name, it selects
+every name that contains it as a run of dotted parts: `mlp.down_proj` selects `layers.0.mlp.down_proj.weight`. A
+selected module brings all modules and parameters inside it.
 
 Expressions may come out of a file, such as the config.json of somebody else's model. A short one can keep `re` busy
-without end, and `regex`, which has a timeout, takes gigabytes to compile another. So they are matched by `re` in a
-process of their own, which is ended when it takes too long, and may take little memory. Names and the commonest
-expressions, `.*name` and `name.*`, cannot do harm and need no process.
+without end. `regex` has a timeout, but takes gigabytes to compile some short ones. So `re` matches them in a process of
+its own, which is ended when it takes too long and may take little memory. Plain names and the commonest expressions,
+`.*name` and `name.*`, cannot do harm and need no process.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ from hf_trainweights.files.expression_worker import MAX_BYTES
 
 EXPRESSION = "re:"
 
-# Names that are compared with a misspelt one; more would take seconds.
+# The most names that are compared with a misspelt selector; more would take seconds.
 _MAX_COMPARED = 20_000
 
-# What matching all expressions may take, beside the worker's own MAX_BYTES.
+# The time in which the worker must match all expressions; its memory is limited by MAX_BYTES.
 _MAX_SECONDS = 10.0
 _WORKER = Path(__file__).with_name("expression_worker.py")
 
-# Matched in time linear in a name. Beyond this many answers even they go to the process.
+# Expressions that `re` matches in time linear in a name. Only for more than _MAX_ANSWERS do they need the process.
 _HARMLESS = re.compile(r"(?:\.\*)?(?:[\w-]|\\?\.)*(?:\.\*)?")
 _MAX_ANSWERS = 1_000_000
 _MAX_SHOWN = 200
 
 
 def select(selectors: Iterable[str], names: Iterable[str]) -> dict[str, frozenset[str]]:
-    """Return which of some names each selector selects.
+    """Return the names that each selector selects.
 
     Examples:
         >>> select(["re:.*up_proj", "up_proj", "proj"], ["layers.0.up_proj"])["up_proj"]
         frozenset({'layers.0.up_proj'})
     """
     selectors, names = list(selectors), frozenset(names)
-    expressions = {each: each.removeprefix(EXPRESSION) for each in selectors if each.startswith(EXPRESSION)}
+    expressions = {text: text.removeprefix(EXPRESSION) for text in selectors if text.startswith(EXPRESSION)}
     matched, plain = matching(expressions.values(), sorted(names)), _select_plain({*selectors} - {*expressions}, names)
     return {
-        each: _with_contents(matched[expressions[each]], names) if each in expressions else plain[each]
-        for each in selectors
+        selector: _with_contents(matched[expressions[selector]], names) if selector in expressions else plain[selector]
+        for selector in selectors
     }
 
 
 def name_and_modules(name: str) -> list[str]:
-    """Return a name and those of all modules around it, but for the outermost one that has no name.
+    """Return a name and the names of all modules around it; the outermost module has no name and is left out.
 
     Examples:
         >>> name_and_modules("mlp.up.weight")
@@ -72,25 +72,26 @@ def _with_contents(modules: frozenset[str], names: frozenset[str]) -> frozenset[
 
 
 def _select_plain(selectors: set[str], names: frozenset[str]) -> dict[str, frozenset[str]]:
-    """Return what selectors without an expression select, in one pass over all names."""
-    within: dict[str, set[str]] = {each: set() for each in selectors}
-    inside: dict[str, set[str]] = {each: set() for each in selectors}
-    counts = {each.count(".") + 1 for each in selectors}
+    """Return the names that each selector without an expression selects, in one pass over all names."""
+    as_full_name: dict[str, set[str]] = {selector: set() for selector in selectors}
+    as_run: dict[str, set[str]] = {selector: set() for selector in selectors}
+    counts = {selector.count(".") + 1 for selector in selectors}
     for name in names:
         parts = name.split(".")
         for count in counts:
             for start, run in enumerate(_runs(parts, count)):
                 if run in selectors:
-                    (inside if start else within)[run].add(name)
-    # The outermost module has the name "".
-    return {each: frozenset(within[each] or inside[each] if each else names) for each in selectors}
+                    (as_run if start else as_full_name)[run].add(name)
+    # The outermost module has the name "", and all names are inside it.
+    return {text: frozenset(as_full_name[text] or as_run[text] if text else names) for text in selectors}
 
 
 def most_exact(selected: Mapping[str, Collection[str]], names: Iterable[str]) -> str | None:
-    """Return the selector that decides for a parameter; `names` are its own and its module's, under each of its ties.
+    """Return the selector that decides for a parameter.
 
-    Full names win over runs of parts, and these over expressions; then parameters over modules, more parts over fewer,
-    and the first over later ones. Among expressions the first wins.
+    Full names win over runs of parts, and runs over expressions. Then parameters win over modules, more parts over
+    fewer, and the first selector over later ones. Among expressions the first wins. `names` are the names of the
+    parameter and of its module; a tied parameter has several of both.
 
     Examples:
         >>> names = ["mlp", "mlp.weight"]
@@ -98,8 +99,8 @@ def most_exact(selected: Mapping[str, Collection[str]], names: Iterable[str]) ->
         'mlp.weight'
     """
     names = frozenset(names)
-    candidates = (each for each in selected if not names.isdisjoint(selected[each]))
-    return min(candidates, key=lambda each: _rank(each, names), default=None)
+    candidates = (selector for selector in selected if not names.isdisjoint(selected[selector]))
+    return min(candidates, key=lambda selector: _rank(selector, names), default=None)
 
 
 def _rank(selector: str, names: frozenset[str]) -> tuple[int, bool, int]:
@@ -112,9 +113,9 @@ def _rank(selector: str, names: frozenset[str]) -> tuple[int, bool, int]:
 
 
 def require_used(where: str, selected: Mapping[str, Collection[str]], names: Iterable[str]) -> None:
-    """Check that each selector selects something: one that does not is most likely misspelt."""
-    for selector, found in selected.items():
-        if not found:
+    """Check that each selector selects something; ConfigError: one does not, and is most likely misspelt."""
+    for selector, selected_names in selected.items():
+        if not selected_names:
             raise ConfigError(
                 f"{where}[{selector!r}]",
                 "a module, a parameter or whole parts of their names, or re: and an expression for a whole name",
@@ -125,7 +126,7 @@ def require_used(where: str, selected: Mapping[str, Collection[str]], names: Ite
 
 def _correction(selector: str, names: list[str]) -> str:
     default = "Look at the names in model.named_parameters()."
-    parts = {part for name in names for part in name.split(".")}
+    parts = {component for name in names for component in name.split(".")}
     if selector.startswith(EXPRESSION):
         unknown = (word for word in re.findall(r"[A-Za-z_]{3,}", selector[len(EXPRESSION) :]) if word not in parts)
         return next((step for word in unknown if (step := did_you_mean(word, parts, "")) != ""), default)
@@ -137,14 +138,14 @@ def _correction(selector: str, names: list[str]) -> str:
 
 
 def _runs(parts: list[str], count: int) -> list[str]:
-    """Return the runs of `count` parts of a name."""
+    """Return all runs of `count` neighbouring parts of a name."""
     return [".".join(parts[start : start + count]) for start in range(len(parts) - count + 1)]
 
 
 def matching(expressions: Iterable[str], names: Iterable[str], ending: str = "") -> dict[str, frozenset[str]]:
-    r"""Return which names each regular expression, with `ending` behind it, matches as a whole.
+    r"""Return the names that each regular expression, with `ending` behind it, matches from beginning to end.
 
-    ConfigError: one is not valid, even if there are no names, or all together take longer than 10 seconds or 512 MiB.
+    ConfigError: an expression is not valid, even if there are no names, or all take more than 10 seconds or 512 MiB.
 
     Examples:
         >>> matching([r"layers\.[0-3]\..*"], ["layers.2.mlp", "layers.7.mlp"])
@@ -154,13 +155,13 @@ def matching(expressions: Iterable[str], names: Iterable[str], ending: str = "")
     return dict(zip(distinct, _match(distinct, tuple(dict.fromkeys(names)), ending), strict=True))
 
 
-# A load asks the same several times.
+# Cached, because a load matches the same expressions several times.
 @functools.lru_cache(maxsize=16)
 def _match(expressions: tuple[str, ...], names: tuple[str, ...], ending: str) -> tuple[frozenset[str], ...]:
     whole = [f"(?:{expression}){ending}" if ending else expression for expression in expressions]
     harmless = all(map(_HARMLESS.fullmatch, expressions)) and len(expressions) * len(names) <= _MAX_ANSWERS
     if harmless:
-        return tuple(frozenset(filter(re.compile(each).fullmatch, names)) for each in whole)
+        return tuple(frozenset(filter(re.compile(expression).fullmatch, names)) for expression in whole)
     matched: list[frozenset[str]] = []
     for expression, answer in itertools.zip_longest(expressions, _ask(whole, names)):
         shown = repr(expression if len(expression) < _MAX_SHOWN else f"{expression[:_MAX_SHOWN]}...")
@@ -169,17 +170,17 @@ def _match(expressions: tuple[str, ...], names: tuple[str, ...], ending: str) ->
             next_step = "Write it without repetitions inside of repetitions, or write the names out."
             raise ConfigError("expression", f"{expected} and {MAX_BYTES >> 20} MiB", shown, next_step)
         if "invalid" in answer:
-            found = f"{shown} ({answer['invalid']})"
-            raise ConfigError("expression", "a regular expression", found, "Escape what is meant literally.")
+            fault = f"{shown} ({answer['invalid']})"
+            raise ConfigError("expression", "a regular expression", fault, "Escape what is meant literally.")
         matched.append(frozenset(names[index] for index in answer["matched"]))
     return tuple(matched)
 
 
 def _ask(expressions: Sequence[str], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the worker's answers in order; that for an expression that takes too much is the first one missing."""
+    """Return the worker's answers in order, up to the first expression that takes too much time or memory."""
     request = json.dumps({"expressions": expressions, "names": names}).encode()
     try:
-        # Isolated and without site packages: it starts within 20 ms, and no file beside it is imported.
+        # Isolated and without site packages: Python starts within 20 ms, and imports no file beside the worker.
         command = [sys.executable, "-I", "-S", str(_WORKER)]
         done = subprocess.run(command, input=request, capture_output=True, timeout=_MAX_SECONDS, check=False).stdout
     except subprocess.TimeoutExpired as late:

@@ -1,4 +1,4 @@
-"""Tensors in mapped files without names: the system writes their pages to the disk where memory gets scarce."""
+"""Tensors in mapped files without names: the system writes their pages to the disk when memory gets scarce."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import save_errors
 from hf_trainweights.files.disk import claim_file
 
-# What is smaller stays in memory: a mapping takes whole pages, and a process may have 65,530 of them.
+# Smaller tensors stay in memory: a mapping takes whole pages, and a process may have 65,530 mappings.
 _LEAST_BYTES = 1 << 16
 
 
 class Spill:
-    """Makes tensors whose memory is a file, which is gone once the last of them is, however the process ends.
+    """Makes tensors whose memory is a file without a name; the system frees it with the tensor or the process.
 
     Args:
-        directory: Where the files lie, or a new directory beside which they do.
+        directory: The directory of the files. If it does not exist yet, they lie in the nearest one above that does.
     """
 
     def __init__(self, directory: Path):
         self._directory = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.is_dir())
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor on the CPU; a large one is filled with zeros."""
+        """Return a new tensor on the CPU: a large one is filled with zeros, a small one is not initialised."""
         size_bytes = math.prod(shape) * dtype.itemsize
         if size_bytes < _LEAST_BYTES:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-        # A storage of its own: Transformers copies tensors that share one before it saves them.
+        # Each tensor has its own storage, because Transformers copies tensors that share one before it saves them.
         plain = torch.empty(0, dtype=torch.uint8, device="cpu").set_(self._map(size_bytes))
         return plain.view(dtype).view(tuple(shape))
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor; of one that is small or on another device, itself."""
+        """Return a copy of a large CPU tensor in a file; return any other tensor itself."""
         if tensor.nbytes < _LEAST_BYTES or tensor.device.type != "cpu":
             return tensor
         return self.empty(tensor.shape, tensor.dtype).copy_(tensor)
@@ -49,7 +49,7 @@ class Spill:
             claim, descriptor = claim_file(self._directory)
             try:
                 _reserve(descriptor, size_bytes)
-                # Keeps no descriptor: a model has more weights than a process may open files.
+                # `from_file` keeps no descriptor open: a model has more weights than a process may open files.
                 return torch.UntypedStorage.from_file(str(claim.path), shared=True, nbytes=size_bytes)
             finally:
                 os.close(descriptor)
@@ -58,7 +58,7 @@ class Spill:
 
 
 def _reserve(descriptor: int, size_bytes: int) -> None:
-    """Take the space: to write to a mapped page that the disk has no room for would end the process."""
+    """Reserve the disk space, because writing to a mapped page that does not fit the disk would end the process."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, size_bytes)
         return

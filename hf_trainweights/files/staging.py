@@ -1,17 +1,19 @@
-"""The one way to write files into a directory that may hold a model already: aside, then all of them into place.
+"""Staged writes: the one way to write files into a directory that may hold a model already.
 
-So a loader finds the old model, the new one, or an error. What a writer that died left there is removed, and what its
-save took away is put back.
+A save writes its files into a staging directory. Then it moves all of them to their final names. So a loader finds the
+old model, the new one, or an error. The next save removes the files of a writer that died, and puts back the old files
+that it had moved away.
 
-Where only weights change, a loader never meets an error: new shards have names of their own, so they come before the
-entry point that names them, and old ones go after it. No order of renames changes more files at once. Where config.json
-changes, too, the files that loaders open first, the entry points, therefore go out of the way before anything else
-moves, and the new ones come last: in between a loader finds no model, and never parts of two. All that goes is kept in
-the staging directory, beside a journal, until everything is in place. An error puts it back at once; after a kill or a
-power failure `_undo_interrupted` does.
+An entry point is a file that loaders open first: an index of shards, or a single file of weights. If only weights
+change, a loader never meets an error. New shards have new names, so they arrive before the entry point that names them,
+and old shards leave after it. But one rename changes one file. So if config.json changes too, the old entry points
+leave before any other file moves, and the new ones arrive last: a loader may find no model, but never parts of two.
 
-    <directory>/_trainweights-<random>/new/          what is to come
-    <directory>/_trainweights-<random>/old/          what was there
+Old files that leave stay in the staging directory, beside a journal, until all new files have arrived. After an error
+they are put back at once, and after a kill or a power failure `_undo_interrupted` puts them back.
+
+    <directory>/_trainweights-<random>/new/          the new files that have not arrived yet
+    <directory>/_trainweights-<random>/old/          the old files that have left
     <directory>/_trainweights-<random>/journal.json  {"come": [names], "go": [names]}, as long as this can be undone
 """
 
@@ -51,11 +53,11 @@ _logger = logging.getLogger(__name__)
 
 @dataclass
 class StagedFiles:
-    """Files on their way into a directory.
+    """The files of a staged write.
 
     Args:
-        path: An empty directory to write them into, on the same file system.
-        names: Once they are in place their names, relative to that directory.
+        path: The empty directory that the caller writes the files into, on the same file system as their target.
+        names: The names of the files relative to the target directory, once they are there.
     """
 
     path: Path
@@ -64,10 +66,10 @@ class StagedFiles:
 
 @contextlib.contextmanager
 def staged_files(directory: Path, is_replaced: Callable[[str], bool]) -> Iterator[StagedFiles]:
-    """Yield an empty directory; when the block ends without an error, what it holds is in `directory`, all or nothing.
+    """Yield an empty directory; when the block ends without an error, all its files move into `directory`, or none.
 
-    A loader finds the old files, the new ones, or no model at all, at every moment, whatever stops the process. If a
-    new file is of the kind that `is_replaced` tells, such as weight files, all older files of that kind go.
+    At every moment a loader finds the old files, the new ones, or no model at all, whatever stops the process.
+    `is_replaced` selects names of a kind, such as weight files. If a new file is of it, all old files of it leave.
     """
     with save_errors(directory, "Nothing was changed there."):
         make_directories(directory)
@@ -90,14 +92,14 @@ def staged_files(directory: Path, is_replaced: Callable[[str], bool]) -> Iterato
                 sync_tree(claim.path)
                 staged.names = _swap_in(claim.path, directory, is_replaced)
             finally:
-                # With a journal the old files are in there: the disk refused to take them back.
+                # A journal is left only if moving the old files back failed: then they are still in here.
                 if not (claim.path / _JOURNAL).exists():
                     remove_tree(claim.path, ignore_errors=True)
                 claim.release()
 
 
 def _hide_from_those_who_may_not_read(new: Path, directory: Path) -> None:
-    """Close a directory to the group, or to others, who may not read some file that new ones may replace."""
+    """Close the directory of new files to the group, or to others, if these may not read some file of `directory`."""
     mode = open_to = stat.S_IMODE(new.stat().st_mode)
     for path in filter(Path.is_file, directory.iterdir()):
         readable = path.stat().st_mode
@@ -107,7 +109,7 @@ def _hide_from_those_who_may_not_read(new: Path, directory: Path) -> None:
 
 
 def _keep_permissions(new: Path, directory: Path, is_replaced: Callable[[str], bool]) -> None:
-    """Give new files the permissions of those that they replace: of the same name, or else all of the same kind."""
+    """Give a new file the permissions of the old file of its name, or those that all old files of its kind grant."""
     earlier = [path for path in directory.iterdir() if path.is_file() and is_replaced(path.name)]
     for file in filter(Path.is_file, new.rglob("*")):
         name = file.relative_to(new).as_posix()
@@ -115,9 +117,9 @@ def _keep_permissions(new: Path, directory: Path, is_replaced: Callable[[str], b
 
 
 def clean_up(directory: Path, *, dry_run: bool = False) -> list[Path]:
-    """Remove temporary files and directories right in a directory whose writers no longer live; return them, sorted.
+    """Remove the temporary files and directories in a directory whose writers are dead; return their paths, sorted.
 
-    While a save into the directory runs nothing is removed: that one cleans up itself.
+    While a save into the directory runs, this removes no file, because that save cleans up itself.
     """
     if not directory.is_dir():
         return []
@@ -126,7 +128,7 @@ def clean_up(directory: Path, *, dry_run: bool = False) -> list[Path]:
 
 
 def remove_abandoned(directory: Path, *, dry_run: bool = False) -> list[Path]:
-    """Do what `clean_up` does, in a directory that the caller has locked."""
+    """Clean up as `clean_up` does, in a directory that the caller has locked."""
     return [path for path in sorted(directory.glob(f"{TEMPORARY_PREFIX}*")) if _remove_if_abandoned(path, dry_run)]
 
 
@@ -148,10 +150,9 @@ def _remove_if_abandoned(path: Path, dry_run: bool) -> bool:
 
 
 def _swap_in(staging: Path, directory: Path, is_replaced: Callable[[str], bool]) -> list[str]:
-    """Move the files of `staging/new` to where they belong, all or none, and return their names, sorted.
+    """Move all files of `staging/new` into `directory`, or none, and return their names, sorted.
 
-    All of them are on the disk already. If a new file is of the kind that `is_replaced` tells, such as weight files,
-    all older files of that kind go.
+    The data of all files is on the disk already. `staged_files` describes `is_replaced`.
     """
     names = sorted(
         path.relative_to(staging / _NEW).as_posix() for path in (staging / _NEW).rglob("*") if path.is_file()
@@ -159,27 +160,27 @@ def _swap_in(staging: Path, directory: Path, is_replaced: Callable[[str], bool])
     for name in names:
         if (directory / name).is_dir():
             raise IsADirectoryError(errno.EISDIR, "a directory has the name of a file to be written", name)
-    # An entry point moves even where it is the same, as an index of equal shapes is: without it no loader begins.
-    come = [name for name in names if entry_point_rank(name) is not None or not _is_same(staging, directory, name)]
-    go = [name for name in come if (directory / name).exists()]
+    # Equal files need not move. Entry points do, even an index of equal shapes, because no loader begins without one.
+    arriving = [name for name in names if entry_point_rank(name) is not None or not _is_same(staging, directory, name)]
+    leaving = [name for name in arriving if (directory / name).exists()]
     present = sorted(path.name for path in directory.iterdir() if path.is_file())
     if any(is_replaced(name) for name in names):
-        go += [name for name in present if is_replaced(name) and name not in names]
+        leaving += [name for name in present if is_replaced(name) and name not in names]
     try:
-        _make_room(staging, directory, come, go)
-        if _is_one_step(come, go):
-            _swap_in_one_step(staging, directory, come, go)
+        _make_room(staging, directory, arriving, leaving)
+        if _is_one_step(arriving, leaving):
+            _swap_in_one_step(staging, directory, arriving, leaving)
         else:
-            _swap_all(staging, directory, come, go)
+            _swap_all(staging, directory, arriving, leaving)
         _forget(staging)
     except BaseException as error:
-        _undo_or_keep(staging, directory, come, go, error)
+        _undo_or_keep(staging, directory, arriving, leaving, error)
         raise
     return names
 
 
 def _undo_interrupted(staging: Path, directory: Path) -> None:
-    """Put back what a swap took away that was interrupted by a kill or a power failure; do nothing after a whole one.
+    """Put the old files back after a kill or a power failure interrupted a swap; do nothing if the swap was complete.
 
     ValueError: the journal is damaged; the old files stay in `staging`.
     """
@@ -188,76 +189,78 @@ def _undo_interrupted(staging: Path, directory: Path) -> None:
         return
     with journal.open("rb") as file:
         content = json.loads(file.read(_MAX_JOURNAL_BYTES))
-    come, go = content["come"], content["go"]
-    if not all(is_safe_name(name) for name in (*come, *go)):
+    arriving, leaving = content["come"], content["go"]
+    if not all(is_safe_name(name) for name in (*arriving, *leaving)):
         raise ValueError(f"{journal} names files outside of {directory}")
-    _undo(staging, directory, come, go)
+    _undo(staging, directory, arriving, leaving)
 
 
-def _is_one_step(come: list[str], go: list[str]) -> bool:
-    """Return whether one rename or removal takes a loader from the old files to the new ones."""
-    opened = _opened_first({*come, *go})
-    overwritten = [name for name in come if name in go and is_shard(name)]
+def _is_one_step(arriving: list[str], leaving: list[str]) -> bool:
+    """Return whether a loader changes from the old files to the new ones with one rename or removal."""
+    opened = _opened_first({*arriving, *leaving})
+    overwritten = [name for name in arriving if name in leaving and is_shard(name)]
     return not overwritten and (len(opened) == 1 or all(entry_point_rank(name) is not None for name in opened))
 
 
-def _swap_in_one_step(staging: Path, directory: Path, come: list[str], go: list[str]) -> None:
-    _move([name for name in come if is_shard(name)], staging / _NEW, directory)
-    # The one that a loader looks for first changes last among those that come, and among those that only go.
-    opened = _opened_first(come)
+def _swap_in_one_step(staging: Path, directory: Path, arriving: list[str], leaving: list[str]) -> None:
+    _move([name for name in arriving if is_shard(name)], staging / _NEW, directory)
+    # The file that a loader looks for first arrives last. Among the files that only leave, it leaves last.
+    opened = _opened_first(arriving)
     for name in reversed(opened):
-        if name in go:
+        if name in leaving:
             make_directories((staging / _OLD / name).parent)
             link_or_copy(directory / name, staging / _OLD / name)
         _move([name], staging / _NEW, directory)
-    for name in reversed(_opened_first(go)):
+    for name in reversed(_opened_first(leaving)):
         if name not in opened:
             _move([name], directory, staging / _OLD)
-    _move([name for name in go if name not in _opened_first(go)], directory, staging / _OLD)
-    _move([name for name in come if name not in opened and not is_shard(name)], staging / _NEW, directory)
+    _move([name for name in leaving if name not in _opened_first(leaving)], directory, staging / _OLD)
+    _move([name for name in arriving if name not in opened and not is_shard(name)], staging / _NEW, directory)
 
 
-def _swap_all(staging: Path, directory: Path, come: list[str], go: list[str]) -> None:
-    # The one that a loader looks for first goes last, and comes last: before that it finds none, or the same as ever.
-    for name in reversed(_entry_points(go)):
+def _swap_all(staging: Path, directory: Path, arriving: list[str], leaving: list[str]) -> None:
+    # The entry point that a loader looks for first leaves last and arrives last. Before, it finds the old one or none.
+    for name in reversed(_entry_points(leaving)):
         _move([name], directory, staging / _OLD)
-    _move(_others(go), directory, staging / _OLD)
-    _move(_others(come), staging / _NEW, directory)
-    for name in reversed(_entry_points(come)):
+    _move(_others(leaving), directory, staging / _OLD)
+    _move(_others(arriving), staging / _NEW, directory)
+    for name in reversed(_entry_points(arriving)):
         _move([name], staging / _NEW, directory)
 
 
-def _make_room(staging: Path, directory: Path, come: list[str], go: list[str]) -> None:
-    """Make the place for what goes, and the journal; both are on the disk before anything is moved."""
+def _make_room(staging: Path, directory: Path, arriving: list[str], leaving: list[str]) -> None:
+    """Create the directory for old files and the journal; both are on the disk before any file moves."""
     disk.file_system.mkdir(staging / _OLD)
     with replace_file(staging / _JOURNAL) as file:
-        file.write(json.dumps({"come": come, "go": go}, indent=2).encode())
+        file.write(json.dumps({"come": arriving, "go": leaving}, indent=2).encode())
     disk.file_system.sync_directory(directory)
 
 
-def _undo(staging: Path, directory: Path, come: list[str], go: list[str]) -> None:
-    """Put everything back, from whatever step on; it may be interrupted and called again."""
-    kept = [name for name in go if (staging / _OLD / name).exists()]
-    fresh = [name for name in come if (name in kept or name not in go) and (directory / name).exists()]
-    if _is_one_step(come, go):
-        _move([name for name in kept if name not in _opened_first(kept)], staging / _OLD, directory)
-        for name in _opened_first(kept):
+def _undo(staging: Path, directory: Path, arriving: list[str], leaving: list[str]) -> None:
+    """Put all old files back, after any step of a swap; if this is interrupted, it can be called again."""
+    left = [name for name in leaving if (staging / _OLD / name).exists()]
+    arrived = [name for name in arriving if (name in left or name not in leaving) and (directory / name).exists()]
+    if _is_one_step(arriving, leaving):
+        _move([name for name in left if name not in _opened_first(left)], staging / _OLD, directory)
+        for name in _opened_first(left):
             _move([name], staging / _OLD, directory)
-        # What no old file has replaced: entry points before the shards that they name.
-        remove_files(directory / name for name in sorted(fresh, key=is_shard) if name not in kept)
+        # Remove the new files without an old file of the name: entry points before the shards that they name.
+        remove_files(directory / name for name in sorted(arrived, key=is_shard) if name not in left)
     else:
-        # No loader may find a new entry point while other files become old again.
-        remove_files(directory / name for name in reversed(_entry_points(fresh)))
-        remove_files(directory / name for name in _others(fresh) if name not in kept)
-        _move(_others(kept), staging / _OLD, directory)
-        for name in _entry_points(kept):
+        # A loader must not find a new entry point while other files are put back.
+        remove_files(directory / name for name in reversed(_entry_points(arrived)))
+        remove_files(directory / name for name in _others(arrived) if name not in left)
+        _move(_others(left), staging / _OLD, directory)
+        for name in _entry_points(left):
             _move([name], staging / _OLD, directory)
     _forget(staging)
 
 
-def _undo_or_keep(staging: Path, directory: Path, come: list[str], go: list[str], cause: BaseException) -> None:
+def _undo_or_keep(
+    staging: Path, directory: Path, arriving: list[str], leaving: list[str], cause: BaseException
+) -> None:
     try:
-        _undo(staging, directory, come, go)
+        _undo(staging, directory, arriving, leaving)
     except OSError as error:
         raise SaveError(
             str(directory),
@@ -271,19 +274,19 @@ def _undo_or_keep(staging: Path, directory: Path, come: list[str], go: list[str]
 def _forget(staging: Path) -> None:
     if (staging / _JOURNAL).exists():
         disk.file_system.unlink(staging / _JOURNAL)
-        # All is in place. If this fails, a power failure can at worst bring the journal back, and the old files by it.
+        # The swap is complete. If this fails, a power failure can at worst bring back the journal and old files.
         with contextlib.suppress(OSError):
             disk.file_system.sync_directory(staging)
 
 
 def _opened_first(names: Iterable[str]) -> list[str]:
-    """Return what loaders open themselves, all but shards, cards and digests; what they look for first at the head."""
+    """Return the files that loaders open without an index, all but shards, cards and digests, entry points first."""
     read = [name for name in names if is_read_by_loaders(name) and not is_shard(name)]
     return [*_entry_points(read), *_others(read)]
 
 
 def _entry_points(names: Iterable[str]) -> list[str]:
-    """Return the entry points among some files, the one that a loader looks for first at the head."""
+    """Return the entry points among some files, in the order in which a loader looks for them."""
     ranks = {name: rank for name in names if (rank := entry_point_rank(name)) is not None}
     return sorted(ranks, key=ranks.__getitem__)
 
@@ -298,7 +301,7 @@ def _move(names: list[str], source: Path, target: Path) -> None:
         make_directories((target / name).parent)
     for name in names:
         disk.file_system.rename(source / name, target / name)
-    # Where they are before where they are no longer: at no time may the platter hold them nowhere.
+    # The new directory before the old one, so that the disk has a name of each file at any time.
     _sync(target / name for name in names)
     _sync(source / name for name in names)
 

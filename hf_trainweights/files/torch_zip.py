@@ -1,7 +1,7 @@
-"""The zip archives that torch.load reads: written record by record to a file that need not seek, and held in memory.
+"""The zip archives that torch.load reads: a writer for files that need not seek, and a file in memory.
 
-Records are stored as they are. Each one's checksum and length follow it, as in the archives of torch.save, so a record
-may grow while it is written.
+Records are stored without compression. The checksum and length of a record follow it, as in the archives of torch.save,
+so that a record may grow while it is written.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from zlib_ng import zlib_ng
 
-# Where the bytes of the first record begin, if its name is that of a payload: `data/0`.
+# The offset of the first record's bytes, if its name is that of a payload, `data/0`.
 FIRST_RECORD_START = 64
 
 _ARCHIVE = "archive/"
@@ -27,7 +27,7 @@ _UNKNOWN_16, _UNKNOWN_32 = 0xFFFF, 0xFFFFFFFF
 
 
 class Writable(Protocol):
-    """What a file offers that records are written to."""
+    """A file that records are written to."""
 
     def write(self, data: bytes | memoryview, /) -> int:
         """Write all of `data`."""
@@ -53,10 +53,10 @@ class TorchZipWriter:
         self._crc32 = self._size_bytes = 0
 
     def begin(self, name: str) -> None:
-        """Begin a record; what `write` gets belongs to it until `end`."""
+        """Begin a record: the bytes of all calls of `write` up to `end`."""
         self._name, self._start = (_ARCHIVE + name).encode(), self._position
         self._crc32 = self._size_bytes = 0
-        # The lengths are in an extra field of 64 bits each, which the record may need.
+        # An extra field has room for lengths of 64 bits, which the record may need.
         sizes = struct.pack("<HHQQ", 1, 16, 0, 0)
         header = struct.pack(
             "<4s5H3I2H",
@@ -66,25 +66,25 @@ class TorchZipWriter:
         self._put(header + self._name + sizes)
 
     def write(self, data: bytes | memoryview, crc32: int | None = None) -> None:
-        """Append bytes to the record, given their checksum if that is known."""
+        """Append bytes to the record; the caller may pass their checksum if it knows it."""
         crc32 = zlib_ng.crc32(data) if crc32 is None else crc32
         self._crc32 = zlib_ng.crc32_combine(self._crc32, crc32, len(data))
         self._size_bytes += len(data)
         self._put(data)
 
     def end(self) -> None:
-        """Complete the record."""
+        """Write the checksum and length of the record, which is complete then."""
         self._records.append(_Record(self._name, self._start, self._crc32, self._size_bytes))
         self._put(struct.pack("<4sIQQ", b"PK\7\10", self._crc32, self._size_bytes, self._size_bytes))
 
     def add(self, name: str, data: bytes) -> None:
-        """Write a whole record."""
+        """Write a record of these bytes."""
         self.begin(name)
         self.write(data)
         self.end()
 
     def finish(self) -> None:
-        """Write the directory of the records; the archive is complete then, and the file stays open."""
+        """Write the directory of the records, which completes the archive; the file stays open."""
         start, count = self._position, len(self._records)
         for record in self._records:
             self._put(_directory_entry(record))
@@ -102,7 +102,7 @@ class TorchZipWriter:
 
 
 def _directory_entry(record: _Record) -> bytes:
-    """Return what the directory says of a record; numbers beyond 32 bits stand in an extra field."""
+    """Return the entry of a record in the directory; an extra field has its numbers beyond 32 bits."""
     large = [number for number in (record.size_bytes, record.size_bytes, record.start) if number >= _UNKNOWN_32]
     extra = struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large) if large else b""
     size_bytes, start = min(record.size_bytes, _UNKNOWN_32), min(record.start, _UNKNOWN_32)
@@ -115,9 +115,9 @@ def _directory_entry(record: _Record) -> bytes:
 
 
 class MemoryFile(io.RawIOBase):
-    """A 1-D uint8 array as a file that keeps its length.
+    """A 1-D uint8 array as a file of fixed length.
 
-    BytesIO holds Python's lock while it copies, a second for each GiB, in which training stands still.
+    BytesIO is no substitute: it holds Python's lock while it copies, a second for each GiB, and training waits.
     """
 
     def __init__(self, memory: np.ndarray):
@@ -128,7 +128,7 @@ class MemoryFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a place, which may lie beyond the last byte, and return it."""
+        """Go to a position, which may lie beyond the last byte, and return it."""
         position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._memory)}[whence]
         if position < 0:
             raise ValueError(f"negative position {position}")
@@ -136,14 +136,14 @@ class MemoryFile(io.RawIOBase):
         return position
 
     def readinto(self, buffer: Any) -> int:
-        """Fill a buffer as far as there are bytes, and return how many there were."""
-        found = self._memory[self._position : self._position + len(buffer)]
-        np.frombuffer(buffer, np.uint8)[: len(found)] = found
-        self._position += len(found)
-        return len(found)
+        """Fill a buffer as far as there are bytes, and return the number of bytes read."""
+        data = self._memory[self._position : self._position + len(buffer)]
+        np.frombuffer(buffer, np.uint8)[: len(data)] = data
+        self._position += len(data)
+        return len(data)
 
     def write(self, data: Any) -> int:
-        """Put bytes into the place of others, and return how many; ValueError: they reach beyond the last one."""
+        """Overwrite bytes and return their number; ValueError: they reach beyond the end of the array."""
         self._memory[self._position : self._position + len(data)] = np.frombuffer(data, np.uint8)
         self._position += len(data)
         return len(data)

@@ -1,4 +1,4 @@
-"""The names under which loaders look for weights: the one table of them.
+"""The table of the names under which loaders look for weights.
 
 | family | one file | shards | their index |
 |---|---|---|---|
@@ -6,9 +6,9 @@
 | `.bin` | `pytorch_model.bin` | `pytorch_model-0a1b2c3d-00001-of-00002.bin` | `pytorch_model.bin.index.json` |
 | adapters | `adapter_model.safetensors`, `adapter_model.bin` | | |
 
-A variant stands before the end of the stem: `model.fp16.safetensors`, `model.safetensors.index.fp16.json`. The digest
-in the name of a shard, `0a1b2c3d` here, is ours; other writers leave it out. Transformers and accelerate take what ends
-in `-00001-of-00002` for a shard, and remove it when they save over it.
+A variant stands before the last suffix: `model.fp16.safetensors`, `model.safetensors.index.fp16.json`. The digest in
+the name of a shard, `0a1b2c3d` here, is this package's; other writers have none. Transformers and accelerate take a
+file whose stem ends in `-00001-of-00002` for a shard, and remove it when they save over it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.reading import is_safe_name, open_regular_file
 
-# What a loader opens first, in the order in which Transformers and PEFT look for them.
+# The files that a loader opens first, in the order in which Transformers and PEFT look for them.
 ENTRY_POINTS = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -32,15 +32,15 @@ ENTRY_POINTS = (
 )
 
 FOREIGN_WEIGHTS = ("*.h5", "*.msgpack", "*.ot", "*.onnx*", "*.gguf", "*.ggml", "*.tflite", "*.mlmodel*", "*.pdparams")
-"""Patterns of the names of weights for frameworks that nothing here reads."""
+"""Patterns of the names of weight files that this package does not read, of other frameworks."""
 
-# What lies beside weights and does not change what a loader makes of them.
+# Files beside the weights that do not change the model that a loader makes.
 _UNREAD = ("README.md", "trainweights_files*.json")
 
-# Characters of a damaged value that an error shows.
+# The most characters of a damaged value that an error shows.
 _MAX_SHOWN = 200
 
-# Names by which some loader might take a file for weights, beside the others or instead of them.
+# Patterns of names of files that some loader might take for weights, besides other weight files or instead of them.
 _LOADABLE = ("*.safetensors", "*_model*.bin", "*.index*.json")
 
 _WEIGHT_FILE = re.compile(
@@ -51,7 +51,7 @@ _WEIGHT_FILE = re.compile(
 
 
 def is_weight_file(name: str, variant: str | None = None) -> bool:
-    """Return whether a file name is one that Transformers looks for weights under, shards and indices included.
+    """Return whether Transformers looks for weights under a file name; shards and indices are included.
 
     Examples:
         >>> is_weight_file("model-00001-of-00002.safetensors"), is_weight_file("model.fp16.safetensors")
@@ -62,7 +62,7 @@ def is_weight_file(name: str, variant: str | None = None) -> bool:
 
 
 def may_be_loaded(name: str) -> bool:
-    """Return whether some loader might take a file for weights; more names than `is_weight_file` knows.
+    """Return whether some loader might take a file for weights: those of `is_weight_file`, and more.
 
     Examples:
         >>> may_be_loaded("consolidated.safetensors"), may_be_loaded("training_args.bin")
@@ -72,12 +72,12 @@ def may_be_loaded(name: str) -> bool:
 
 
 def safetensors_files(directory: Path) -> list[Path]:
-    """Return the safetensors files of a model, whole or sharded, of any variant, sorted."""
+    """Return the safetensors files of a model, single files and shards, of any variant, sorted."""
     return sorted(directory.glob("model*.safetensors"))
 
 
 def entry_point_rank(name: str) -> int | None:
-    """Return the place of a file among those that a loader opens first, from 0; None for shards and other files.
+    """Return the position of a file in `ENTRY_POINTS`, its variant aside; None for shards and other files.
 
     Examples:
         >>> entry_point_rank("model.safetensors"), entry_point_rank("pytorch_model.bin.index.fp16.json")
@@ -91,7 +91,7 @@ def entry_point_rank(name: str) -> int | None:
 
 
 def is_shard(name: str) -> bool:
-    """Return whether a file holds weights only for the index that names it.
+    """Return whether a file is a shard, whose weights a loader finds only by an index.
 
     Examples:
         >>> is_shard("model-0a1b2c3d-00001-of-00002.safetensors"), is_shard("model.safetensors.index.json")
@@ -102,7 +102,7 @@ def is_shard(name: str) -> bool:
 
 
 def is_read_by_loaders(name: str) -> bool:
-    """Return whether a file of a model directory can change what a loader makes of it: neither cards nor digests can.
+    """Return whether a file of a model directory can change the loaded model; cards and digests cannot.
 
     Examples:
         >>> is_read_by_loaders("config.json"), is_read_by_loaders("trainweights_files.json")
@@ -112,7 +112,7 @@ def is_read_by_loaders(name: str) -> bool:
 
 
 def bin_name(name: str) -> str:
-    """Return the name that the `.bin` twin of a safetensors file, shard or index has.
+    """Return the name of the `.bin` file that corresponds to a safetensors file, shard or index.
 
     Examples:
         >>> bin_name("model-00001-of-00002.safetensors")
@@ -122,7 +122,7 @@ def bin_name(name: str) -> str:
 
 
 def shard_names(index: Path) -> list[str]:
-    """Return the shards that an index file lists, each once, sorted; CorruptFileError: one is no plain file name."""
+    """Return the names of the shards in an index, each once, sorted; CorruptFileError: one is no plain file name."""
     with open_regular_file(index) as file:
         text = file.read()
     try:

@@ -33,7 +33,7 @@ FORMATS: dict[str, type[Format]] = {
     "coded": Coded,
 }
 
-# What names of formats in other libraries have in common, without their punctuation: "nf4", "int4_weight_only", "q8_0".
+# Patterns of the names that other libraries give their formats, without punctuation: "nf4", "int4_weight_only", "q8_0".
 _ELSEWHERE = {
     r"fp8|f8|float8|e4m3|e5m2": "float8_e4m3",
     r"q4k|hqq4|uint4|asym": "uint4",
@@ -45,7 +45,7 @@ _ELSEWHERE = {
 
 
 def parameters_of(name: object) -> tuple[str, ...]:
-    """Return the names of a format's parameters; a format that is not in `FORMATS` has none.
+    """Return the names of a format's parameters, and an empty tuple for a name that is not in `FORMATS`.
 
     Examples:
         >>> parameters_of("int4")
@@ -58,8 +58,8 @@ def get_format(config: Mapping[str, Any]) -> Format:
     """Return the format that a JSON description names.
 
     Args:
-        config: `{"format": name, **parameters}` as `Format.get_config` returns it; parameters may be left out. With
-            `"column_scale": True` each input column has a factor of its own, in any format.
+        config: `{"format": name, **parameters}` as `Format.get_config` returns it; parameters may be left out. Any
+            format also takes `"column_scale": True`, which gives each input column a factor of its own.
 
     Raises:
         ConfigError: The name is not in `FORMATS`, or a parameter is unknown or has a value that is not allowed.
@@ -77,17 +77,17 @@ def get_format(config: Mapping[str, Any]) -> Format:
     column_scale = parameters.pop(COLUMN_SCALE, False)
     if type(column_scale) is not bool:
         raise ConfigError(COLUMN_SCALE, "True or False", repr(column_scale), "Pass one of these.")
-    known = [field.name for field in fields(FORMATS[name])]
-    unknown = sorted(set(parameters) - set(known))
+    allowed_names = [field.name for field in fields(FORMATS[name])]
+    unknown = sorted(set(parameters) - set(allowed_names))
     if unknown:
-        allowed = ", ".join([*known, COLUMN_SCALE])
+        allowed = ", ".join([*allowed_names, COLUMN_SCALE])
         raise ConfigError(f"format {name}", allowed, ", ".join(unknown), "Leave out what this format does not have.")
     form = FORMATS[name](**parameters)
     return ColumnScaled(form) if column_scale else form
 
 
 def _nearest_format(name: object) -> str:
-    """Return what to do about a name that is no format: other libraries have names of their own for most of them."""
+    """Return the advice of the error about a wrong name; it translates the names that other libraries use."""
     default = "Choose one of these, or register your own before."
     spelt = re.sub(r"[^a-z0-9]", "", name.lower()) if isinstance(name, str) else ""
     elsewhere = (form for pattern, form in _ELSEWHERE.items() if re.search(pattern, spelt))

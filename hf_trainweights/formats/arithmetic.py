@@ -1,4 +1,4 @@
-"""The arithmetic that formats share: how scales and products are rounded, in blocks that stay in the caches."""
+"""The arithmetic that formats share: rounding of scales, and of code times scale, in blocks that stay in the caches."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from torch import Tensor
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# Rows are quantized in blocks of about this many elements. Choosing the scales of a block takes some twenty calls
-# whatever its size, 50 us; 4 MB of bfloat16 outweigh them and are still in the last-level cache for the second pass.
+# Rows are quantized in blocks of about this many elements. Choosing the scales of a block takes twenty calls, 50 us at
+# any size. The work on 4 MB of bfloat16 outweighs that, and for the second pass they are still in the last-level cache.
 BLOCK_ELEMENTS = 1 << 21
 
-# Their values are read in cache blocks of about this many elements for each thread, 512 kB of float32, which with a
-# scratch block stay in the second-level cache through a dozen operations. Half as many are 10 % slower, for the calls;
-# with twice as many int4 is 6 % slower, for misses.
+# The values of a block are read in cache blocks of about this many elements for each thread. That is 512 kB of float32,
+# which with a scratch block stay in the second-level cache through a dozen operations. Half the size is 10 % slower,
+# because of more calls. Twice the size makes int4 6 % slower, because of cache misses.
 CACHE_BLOCK_ELEMENTS = 1 << 17
 
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
-# The smallest scale: a float16 scale of 2**-24 codes every float16 value exactly; below 2**-126 a float32
-# reciprocal overflows to infinity.
+# The smallest scale: a float16 scale of 2**-24 codes every float16 value exactly. The reciprocal of a scale below
+# 2**-126 overflows to infinity in float32.
 SMALLEST_SCALE = {torch.float32: 2.0**-126, torch.bfloat16: 2.0**-126, torch.float16: 2.0**-24}
 
 
 def cache_blocks(values: Tensor) -> Iterator[slice]:
-    """Yield slices of the first dimension that together cover it, each of values that fit the cores' own caches."""
-    # An accelerator has no such cache to stay in, and a launch costs it more than a miss.
+    """Yield slices that together cover the first dimension; the values of each slice fit the cores' own caches."""
+    # An accelerator has no such cache, and starting a kernel costs it more than a cache miss.
     elements = CACHE_BLOCK_ELEMENTS * torch.get_num_threads() if values.device.type == "cpu" else BLOCK_ELEMENTS
     step = max(1, elements // values[0].numel())
     for start in range(0, len(values), step):
@@ -35,40 +35,40 @@ def cache_blocks(values: Tensor) -> Iterator[slice]:
 
 
 def float32_blocks(values: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the cache blocks of `values` in float32, and where each lies.
+    """Yield the slice and the float32 values of each cache block of `values`.
 
     Args:
         values: Any float dtype, `[n, *]`, no dimension empty.
 
     Returns:
-        Slices of the first dimension, each with its values: one buffer, which may be overwritten and soon is.
+        Slices of the first dimension, each with its values in one buffer, which the caller may overwrite.
     """
     buffer = values.new_empty(0, dtype=torch.float32)
     for block in cache_blocks(values):
-        part = values[block]
-        yield block, buffer.resize_(part.shape).copy_(part)
+        stored = values[block]
+        yield block, buffer.resize_(stored.shape).copy_(stored)
 
 
 def largest_magnitude(values: Tensor) -> Tensor:
     """Return the largest magnitude along the last dimension, float32; the values are contiguous and not empty.
 
-    Without its sign, a float is the larger the larger its bits are as an integer. Integers take half the time: the
-    float operation must watch for NaN.
+    Floats without a sign have the same order as their bits read as integers. Comparing integers takes half the time,
+    because the float operation must watch for NaN.
     """
     bits = values.view(_BITS[values.dtype])
     magnitudes, largest = bits.new_empty(0), bits.new_empty(bits.shape[:-1])
     for block in cache_blocks(bits):
-        part = bits[block]
-        torch.bitwise_and(part, torch.iinfo(bits.dtype).max, out=magnitudes.resize_(part.shape))
+        signed = bits[block]
+        torch.bitwise_and(signed, torch.iinfo(bits.dtype).max, out=magnitudes.resize_(signed.shape))
         torch.amax(magnitudes, dim=-1, out=largest[block])
     return largest.view(values.dtype).float()
 
 
 def round_scale(scale: Tensor, largest_code: int, dtype: torch.dtype) -> Tensor:
-    """Return float32 scales rounded to the dtype they are stored in, zero only where they were zero.
+    """Round float32 scales to the dtype they are stored in; a scale becomes zero only if it was zero.
 
-    The codes are chosen after this rounding, so what is stored is what was used. A scale is kept small enough that
-    the largest code times the scale is finite in `dtype`, and large enough that its reciprocal is finite.
+    Formats choose their codes after this rounding, for the scale that is stored. The scale is bounded so that the
+    largest code times the scale is finite in `dtype`, and so that its reciprocal is finite.
 
     Args:
         scale: Float32, any shape, non-negative.
@@ -82,8 +82,8 @@ def round_scale(scale: Tensor, largest_code: int, dtype: torch.dtype) -> Tensor:
     bounded = scale.clamp(SMALLEST_SCALE[dtype], largest)
     rounded = bounded.to(dtype)
     if dtype == torch.float16:
-        # It has few bits left below 2**-17: a scale rounded down by half would clip the row's largest weights at half
-        # their size. So it goes up to the next one, 2**-24 away, where more than bfloat16's half step of 2**-8 is lost.
+        # Float16 has few bits left below 2**-17: a scale rounded down by half would clip the row's largest weights at
+        # half their size. So a scale that loses more than 2**-8, bfloat16's half step, goes up by one step, 2**-24.
         rounded = torch.where(rounded.float() * (1 + 2**-8) < bounded, rounded + 2**-24, rounded)
     return rounded.masked_fill_(scale == 0, 0.0)
 
@@ -92,7 +92,7 @@ def reciprocal(scale: Tensor) -> Tensor:
     """Return float32 1 / scale, and 0 where the scale is 0, so that an all-zero row keeps codes of 0.
 
     Args:
-        scale: Scales of any float dtype and shape; a zero scale stands for a group of zeros.
+        scale: Scales of any float dtype and shape. A group whose weights are all zero has a scale of zero.
     """
     return scale.float().reciprocal().masked_fill_(scale == 0, 0.0)
 
@@ -100,7 +100,7 @@ def reciprocal(scale: Tensor) -> Tensor:
 def round_to_int8(groups: Tensor, amax: Tensor, scale: Tensor, codes: Tensor) -> None:
     """Fill int8 codes `[n, G, g]` with `round(w * (1 / scale))`, clamped; `amax` and `scale` are `[n, G]`."""
     inverse = reciprocal(scale)
-    # A scale that was rounded down far can make the largest magnitude 128; else the pass over all values is spared.
+    # Only a scale that was rounded down far makes a code of 128. All others skip the clamp, a pass over all values.
     fits = bool((amax.to(torch.float32) * inverse < 127.5).all())
     inverse = inverse.unsqueeze(-1)
     for block, values in float32_blocks(groups):
@@ -111,7 +111,8 @@ def round_to_int8(groups: Tensor, amax: Tensor, scale: Tensor, codes: Tensor) ->
 def scale_codes(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return codes times scale, rounded once to `dtype`.
 
-    From a float32 scale to bfloat16 or float16 the product is rounded to float32 first; all others are exact there.
+    If the scale is float32 and `dtype` is bfloat16 or float16, code times scale is rounded to float32 first. For every
+    other pair of dtypes it is exact before it is rounded to `dtype`.
 
     Args:
         codes: Integer or float8 codes, `[*, n, K]`, each exact in `dtype`.
@@ -127,15 +128,15 @@ def scale_codes(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def as_bytes(stored: Tensor) -> Tensor:
-    """Return elements of one byte as uint8, in the same memory, and any others as they are.
+    """Return a tensor of one-byte elements as uint8 in the same memory, and any other tensor unchanged.
 
-    PyTorch 2.8 does not index, join or select float8 on a CPU, and not every backend sends it to other ranks.
+    PyTorch 2.8 does not index, join or select float8 on a CPU, and not every backend sends float8 to other ranks.
     """
     return stored.view(torch.uint8) if stored.dtype.itemsize == 1 else stored
 
 
 def add_by_halves(values: Tensor) -> Tensor:
-    """Return the sums over the first dimension, a power of two, always in this order; the values are overwritten."""
+    """Sum over the first dimension, a power of two, by adding halves: always in this order. Overwrites the values."""
     while len(values) > 1:
         first, second = values.chunk(2)
         values = first.add_(second)

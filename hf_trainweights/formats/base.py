@@ -1,4 +1,4 @@
-"""What a quantized dtype is: a pure function from a float weight to a few plain tensors, and back.
+"""The interface of a quantized dtype: a pure function from a float weight to a few plain tensors, and back.
 
 A format works on stored weights `[*, N, K]` (N = out_features, K = in_features; leading dimensions are experts) and
 knows nothing of modules, files or devices. Groups run along K; G is the number of groups of a row.
@@ -28,23 +28,23 @@ TargetGroups = Mapping[str, tuple[int | None, ...]]
 
 @dataclass(frozen=True)
 class Format(ABC):
-    """A quantized dtype as a value: two pure functions and the layout of what lies between them.
+    """A quantized dtype as a value: functions that quantize and dequantize, and the layout of the tensors between them.
 
-    Subclasses are frozen dataclasses whose fields are the parameters a user may choose; they say what they store in
-    `tensor_specs` and how in `quantize_rows` and `dequantize_rows`. The first tensor is always called `qdata`.
+    Subclasses are frozen dataclasses whose fields are the parameters a user may choose. `tensor_specs` lists the stored
+    tensors, `quantize_rows` fills them and `dequantize_rows` reads them. The first tensor is always called `qdata`.
     """
 
     name: ClassVar[str]
     tensor_names: ClassVar[tuple[str, ...]] = ("qdata", "scale")
-    # Stored tensors that serve all rows alike: `[*, 1, k]` where the others are `[*, N, k]`.
+    # Names of the stored tensors that all rows share: `[*, 1, k]`, where the other stored tensors are `[*, N, k]`.
     shared_names: ClassVar[tuple[str, ...]] = ()
-    # Stored tensors that hold one code a group, packed by `group_scales.pack_bits`, to the bits of a code.
+    # Names of the stored tensors with one code for each group, packed by `group_scales.pack_bits`, to bits of a code.
     bit_packed: ClassVar[Mapping[str, int]] = {}
-    # Whether a file keeps the stored tensors entropy-coded, whatever the configuration says.
+    # Whether a file keeps the stored tensors entropy-coded, even if the configuration has not `compress=True`.
     is_coded_in_files: ClassVar[bool] = False
-    # Layouts of other programs that a budget may plan this format for, to the group sizes that it chooses from there.
+    # Layouts of other programs for which a budget may choose this format, to the group sizes that it may choose there.
     groups_for_targets: ClassVar[TargetGroups] = {}
-    # Whether a row is quantized alike whichever rows of its matrix are quantized with it.
+    # Whether the codes of a row depend on that row alone, and not on other rows of the matrix.
     has_independent_rows: ClassVar[bool] = True
 
     def __str__(self) -> str:
@@ -53,14 +53,14 @@ class Format(ABC):
 
     @property
     def column_step(self) -> int:
-        """The least number of columns that can be cut off without rounding anew: those that share a scale or a word.
+        """The step at which columns can be cut without rounding anew: columns of one step share a scale or a word.
 
-        `can_cut_columns` proves each cut, so that a format that does not say it has no wrong parts.
+        A format may have a step that it does not declare here: `can_cut_columns` tests each cut on a small weight.
         """
         return getattr(self, "group_size", None) or 1
 
     def check_group_size(self, allowed: Sequence[int], advice: str) -> None:
-        """Check the parameter `group_size`; ConfigError: it is none of those that are allowed."""
+        """Check the parameter `group_size`; ConfigError: it is not one of the allowed sizes."""
         group_size = getattr(self, "group_size", None)
         if group_size not in allowed or type(group_size) is not int:
             expected = f"one of {', '.join(map(str, allowed))} for {self.name}"
@@ -77,13 +77,10 @@ class Format(ABC):
         return {"format": self.name, **asdict(self)}
 
     def fallback(self, shape: Sequence[int]) -> Format:
-        """Return the format that can hold a stored weight of this shape: this one wherever it fits.
+        """Return this format if it can hold a stored weight of this shape, else a simpler one that can.
 
         Args:
             shape: Shape of the stored weight, `[*, N, K]`.
-
-        Returns:
-            `self`, or a simpler format for shapes that this one cannot hold.
         """
         del shape
         return self
@@ -106,7 +103,7 @@ class Format(ABC):
         return tuple(qdata.shape)
 
     def fit(self, matrix: Tensor) -> Format:
-        """Return the format that quantizes the rows of a matrix: this one, where rows are independent of each other.
+        """Return the format that quantizes the rows of a matrix: this one if its rows are independent of each other.
 
         Args:
             matrix: In the weight's dtype, `[N, K]`, neither of them 0; any strides; it may hold NaN or Inf.
@@ -115,7 +112,7 @@ class Format(ABC):
         return self
 
     def columns(self, weight: Tensor, importance: Tensor) -> ColumnCodes | None:
-        """Return what chooses the codes of a weight column by column; None for a format that gains nothing by it.
+        """Return an object that chooses the codes of a weight column by column; None if that gains the format nothing.
 
         Args:
             weight: Float, finite, of a shape that this format can hold, `[N, K]`.
@@ -130,7 +127,7 @@ class Format(ABC):
 
         Args:
             rows: In the weight's dtype, `[n, K]`, contiguous, finite, n >= 1, K >= 1; not to be changed.
-            amax: Float32, `[n, G]`, G as in `scale`: the largest magnitude of each group.
+            amax: The largest magnitude of each group, float32 `[n, G]`, with the G of `scale`.
             out: The stored tensors of these rows, each `[n, ...]`, to be filled.
         """
 
@@ -151,9 +148,9 @@ class Format(ABC):
 
         Args:
             weight: Float32, bfloat16 or float16, `[*, N, K]`, on any device; any strides. It is not changed.
-            name: What errors call the weight.
-            shared: Stored tensors of an earlier weight of the same K; those of `shared_names` among them are kept, so
-                that rows of one value get the same codes.
+            name: The name of the weight in errors.
+            shared: Stored tensors of an earlier weight of the same K. The new weight takes the tensors of
+                `shared_names` from there, so that equal rows get equal codes.
 
         Returns:
             New contiguous tensors on the weight's device, named and shaped as `tensor_specs` says. Scales have the
@@ -184,7 +181,7 @@ class Format(ABC):
             for start in range(0, N, block):
                 rows = matrix[start : start + block].contiguous()
                 amax = largest_magnitude(rows.view(len(rows), flat["scale"].shape[-1], -1))
-                # It carries both NaN and Inf, so one number tells of either.
+                # A maximum is NaN or Inf if any value is, so this one number tells.
                 if not amax.amax().isfinite():
                     raise QuantizationError(
                         name,
@@ -200,7 +197,7 @@ class Format(ABC):
 
         Args:
             weight: The weight.
-            name: What errors call it.
+            name: Its name in errors.
 
         Raises:
             QuantizationError: It is not a float matrix, or has a shape that this format cannot hold.
@@ -229,8 +226,8 @@ class Format(ABC):
             dtype: Dtype to return.
 
         Returns:
-            A new contiguous tensor `[*, N, K]`: the exact product of code and scale, rounded once to `dtype`; from
-            float32 scales to bfloat16 or float16 it is rounded to float32 on the way.
+            A new contiguous tensor `[*, N, K]`: code times scale, computed exactly and rounded once to `dtype`. If
+            scales are float32 and `dtype` is bfloat16 or float16, it is rounded to float32 on the way.
 
         Raises:
             CorruptFileError: A tensor is missing or has another shape or dtype than `tensor_specs` says.
@@ -250,7 +247,7 @@ class Format(ABC):
         return {key: torch.empty(size, dtype=dtype, device=device) for key, (size, dtype) in specs.items()}
 
     def stored_bytes(self, shape: Sequence[int], scale_dtype: torch.dtype) -> int:
-        """Return how many bytes a weight of this shape takes when it is quantized.
+        """Return the number of bytes that a quantized weight of this shape takes in memory.
 
         Args:
             shape: Shape of the stored weight, `[*, N, K]`.
@@ -260,16 +257,16 @@ class Format(ABC):
         return sum(torch.Size(size).numel() * dtype.itemsize for size, dtype in specs.values())
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> Unpacked | None:
-        """Return a weight taken apart by plain ops, for exports and reports; None for a format that does not tell.
+        """Return a weight's codes, scales and zeros by plain ops, for exports and reports; None if it has no such ops.
 
         Args:
-            tensors: Its stored tensors; int32 and float8 ones may be given as bytes, `[*, n]` as `[*, n * itemsize]`.
+            tensors: Its stored tensors; for int32 and float8 ones also their bytes, `[*, n * itemsize]`.
         """
         del tensors
         return None
 
     def file_bytes(self, shape: Sequence[int], scale_dtype: torch.dtype) -> int:
-        """Return about how many bytes a weight of this shape takes in a file.
+        """Return the approximate number of bytes that a weight of this shape takes in a file.
 
         Args:
             shape: Shape of the stored weight, `[*, N, K]`.
@@ -278,12 +275,12 @@ class Format(ABC):
         return self.stored_bytes(shape, scale_dtype)
 
     def check(self, tensors: Mapping[str, Tensor], shape: Sequence[int], name: str = "weight") -> None:
-        """Check that stored tensors are those of a weight of this shape.
+        """Check that stored tensors have the shapes and dtypes that a weight of this shape has.
 
         Args:
             tensors: Stored tensors.
             shape: Shape of the stored weight, `[*, N, K]`.
-            name: What errors call the weight.
+            name: The name of the weight in errors.
 
         Raises:
             CorruptFileError: A tensor is missing or has another shape or dtype than `tensor_specs` says.
@@ -293,10 +290,10 @@ class Format(ABC):
         for key, (size, dtype) in self.tensor_specs(shape, scale_dtype).items():
             tensor = tensors.get(key)
             if tensor is None or tuple(tensor.shape) != tuple(size) or tensor.dtype != dtype:
-                found = "no tensor" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+                actual = "no tensor" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
                 raise CorruptFileError(
                     name,
                     f"{key} to be {dtype} of shape {tuple(size)} for {self.get_config()}",
-                    found,
+                    actual,
                     "The file is damaged or belongs to another model; save it again from the source.",
                 )

@@ -1,12 +1,12 @@
-"""codebook4: four bits a weight, sixteen fixed values that lie as weights do, a scale for each group of 32.
+"""codebook4: four bits a weight, sixteen fixed values spread as weights are, a scale for each group of 32.
 
 | tensor | shape | dtype |
 |---|---|---|
 | `qdata` | `[*, N, K // 8]` | int32 words of eight indices 0 to 15, packed as in `packing` |
 | `scale` | `[*, N, 1]` | the weight's dtype |
-| `group_scale` | `[*, N, bytes]` | uint8, 7 bits a group packed as in `group_scales`: its factor, and a sign |
+| `group_scale` | `[*, N, bytes]` | uint8, 7 bits a group packed as in `group_scales`: 6 of its factor, then a sign |
 
-`weight = CODEBOOK[index] * (scale * factor)`, the factor negative where the sign bit is set.
+`weight = CODEBOOK[index] * (scale * factor)`. The factor is negative if the sign bit is set.
 """
 
 from __future__ import annotations
@@ -45,29 +45,29 @@ from hf_trainweights.formats.unpacked import Unpacked, look_up, nibbles_of, octe
 GROUP_SIZE = 32
 GROUP_BITS = SCALE_BITS + 1
 
-# The values of the least squared error for normally distributed groups of 32 whose scales are searched, found by
-# Lloyd's algorithm with one value held at 0, so that zeros stay zeros. On the Linears of MiniLM-L6, with exact scales:
-# 22.42 dB, 22.43 dB with values fitted to them, 22.34 dB with those of llama.cpp's IQ4.
+# The sixteen values with the least squared error for normally distributed groups of 32 whose scales are searched. They
+# come from Lloyd's algorithm with one value held at 0, so that zeros stay zeros. On the Linears of MiniLM-L6, with
+# exact scales, they give 22.42 dB. Values fitted to these Linears give 22.43 dB, those of llama.cpp's IQ4 22.34 dB.
 CODEBOOK = (-127, -100, -78, -61, -47, -34, -22, -11, 0, 11, 23, 35, 49, 64, 82, 106)
 _LARGEST = 127
 
-# Factors that are tried for a group, in steps from the one that maps its largest magnitude to 127, each with both
-# signs. On these Linears, one step of 1/8 octave: with two signs .11 dB more than with that of the longer tail, with
-# all factors .01 dB more.
+# The search tries these factors for each group, with both signs. They are steps of 1/8 octave from the factor that maps
+# the group's largest magnitude to 127. On these Linears trying both signs gains .11 dB over taking the sign of the
+# longer tail, and trying all factors would gain .01 dB more.
 _STEPS = (0, -1, 1, -2, 2)
-# Room for two steps up.
+# Room above the largest magnitude for two steps up.
 _HEADROOM = 152 / 128
 
-# By an index.
+# The value of each index.
 _VALUES = torch.tensor(CODEBOOK, dtype=torch.float32, device="cpu")
-# By a code of a group.
+# The signed factor of each 7-bit code of a group.
 _FACTORS = torch.tensor([*FACTORS, *(-factor for factor in FACTORS)], dtype=torch.float32, device="cpu")
 
-# By floor(2 * value) + 256: all borders between values are multiples of 1/2. Twice the value, and its index less 8.
+# By `floor(2 * value) + 256`, which is exact as all borders are multiples of 1/2: the nearest index, twice its value.
 _HALVES = [(half + 0.5) / 2 for half in range(-256, 256)]
 _INDICES = [min(range(16), key=lambda index, value=value: abs(CODEBOOK[index] - value)) for value in _HALVES]
 _DOUBLES = [2.0 * CODEBOOK[index] for index in _INDICES]
-# By a byte of two indices, the lower first.
+# The two values of each byte of two indices, that of the low bits first.
 _PAIRS = [(float(CODEBOOK[octet & 15]), float(CODEBOOK[octet >> 4])) for octet in range(256)]
 
 
@@ -78,11 +78,11 @@ class Codebook4(Format):
     name: ClassVar[str] = "codebook4"
     tensor_names: ClassVar[tuple[str, ...]] = ("qdata", "scale", "group_scale")
     bit_packed: ClassVar[Mapping[str, int]] = {"group_scale": GROUP_BITS}
-    # Not annotated, because it is no parameter.
+    # Has no annotation, because a dataclass would make it a parameter.
     group_size = GROUP_SIZE
 
     def fallback(self, shape: Sequence[int]) -> Format:
-        """Return int8 with one scale a row where 32 does not divide K, or N or K is at most 1."""
+        """Return this format, or int8 with one scale a row if 32 does not divide K, or N or K is at most 1."""
         *_, N, K = shape
         return self if N > 1 and K > 1 and K % GROUP_SIZE == 0 else Int8()
 
@@ -100,7 +100,7 @@ class Codebook4(Format):
         return (*qdata.shape[:-1], qdata.shape[-1] * CODES_PER_WORD)
 
     def quantize_rows(self, rows: Tensor, amax: Tensor, out: Mapping[str, Tensor]) -> None:
-        """Fill the indices of the nearest values, for the factor and sign with the smallest squared error."""
+        """Choose the factor and sign with the smallest squared error for each group, and fill the nearest indices."""
         groups = rows.view(len(rows), -1, GROUP_SIZE)
         scale = out["scale"].copy_(_row_scale(amax, rows.dtype))
         first = encode_group_scales(_nonzero_scale(largest_magnitude(groups)), scale)
@@ -109,11 +109,11 @@ class Codebook4(Format):
         doubled = reciprocal(_group_scale(chosen, scale)).unsqueeze(-1) * 2
         indices = torch.tensor(_INDICES, dtype=torch.int8, device=rows.device) - 8
         for block, values in float32_blocks(groups):
-            codes = indices.index_select(0, _places(values.mul_(doubled[block])).flatten())
+            codes = indices.index_select(0, _table_positions(values.mul_(doubled[block])).flatten())
             out["qdata"][block].copy_(pack_int4(codes.view(len(values), -1)))
 
     def columns(self, weight: Tensor, importance: Tensor) -> ColumnCodes:
-        """Return what chooses codes column by column, with the row scales that `quantize_rows` gives the weight."""
+        """Return an object that chooses codes column by column, with the row scales of `quantize_rows`."""
         return _Columns(weight, importance)
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> Unpacked:
@@ -123,7 +123,7 @@ class Codebook4(Format):
         return Unpacked(indices, tensors["scale"], (min(CODEBOOK), max(CODEBOOK)), table=_VALUES, factors=factors)
 
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
-        """Return value times factor, which is exact, times the scale, rounded to float32 and then to `dtype`."""
+        """Return value times factor, exact in float32, times the scale, rounded to float32, then to `dtype`."""
         qdata, wide = tensors["qdata"].contiguous(), torch.float64 if dtype == torch.float64 else torch.float32
         pairs = torch.tensor(_PAIRS, dtype=wide, device=qdata.device)
         values = pairs.index_select(0, qdata.view(torch.uint8).flatten().to(torch.int32))
@@ -135,7 +135,7 @@ class Codebook4(Format):
 
 
 class _Columns(ColumnCodes):
-    """The indices and group scales of one weight."""
+    """Chooses the indices and group scales of one weight."""
 
     group_size = GROUP_SIZE
 
@@ -159,7 +159,7 @@ class _Columns(ColumnCodes):
 
     def encode(self, column: int, values: Tensor) -> Tensor:
         """Choose the indices of the nearest values."""
-        codes = self._indices.index_select(0, _places(values * self._doubled))
+        codes = self._indices.index_select(0, _table_positions(values * self._doubled))
         self._codes[column] = codes
         return self._values.index_select(0, codes.to(torch.int32) + 8).mul_(self._factor)
 
@@ -170,56 +170,56 @@ class _Columns(ColumnCodes):
 
 
 def _row_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the scales of rows from their largest magnitudes."""
+    """Return the scale of each row from its largest magnitude."""
     return round_scale(amax / _LARGEST * _HEADROOM, 128, dtype)
 
 
 def _nonzero_scale(amax: Tensor) -> Tensor:
-    """Return the scale at which the largest magnitude of a group is the largest value, 0 for a group of zeros."""
+    """Return the scale that maps a group's largest magnitude to the largest value, 127; 0 for a group of zeros."""
     return (amax / _LARGEST).clamp_min(2.0**-126).masked_fill_(amax == 0, 0.0)
 
 
 def _group_scale(codes: Tensor, scale: Tensor) -> Tensor:
-    """Return the float32 scales of groups from codes of 7 bits: of the factor, and above them the sign."""
+    """Return the float32 scales of groups from 7-bit codes: 6 bits of the factor, and above them the sign."""
     magnitude = decode_group_scales(codes & ((1 << SCALE_BITS) - 1), scale)
     return torch.where(codes >> SCALE_BITS > 0, -magnitude, magnitude)
 
 
 def _search(groups: Tensor, first: Tensor, scale: Tensor, importance: Tensor | None = None) -> Tensor:
-    """Return for each group the code of 7 bits with the smallest squared error, the first of equal ones.
+    """Return the 7-bit code of each group that has the smallest squared error; the first wins a tie.
 
-    `first` holds the codes `[n, G]` of the factors that map the largest magnitudes to 127; `importance` `[32]` weighs
-    the squares of the errors.
+    `first` `[n, G]` holds the codes of the factors that map the largest magnitudes to 127. `importance` `[32]` weighs
+    the squared error of each column.
     """
     zero, ones = first == 0, torch.ones_like(scale)
     steps = torch.tensor(_STEPS, dtype=torch.int32, device=groups.device).view(-1, 1, 1)
     codes = (first.to(torch.int32) + steps).clamp_(1, 63).masked_fill_(zero, 0)
     doubled = reciprocal(_group_scale(codes, scale)) * 2
-    # Errors are compared relative to the row's scale, so that no square overflows.
+    # Errors are compared in units of the row's scale, so that no square overflows.
     squares = decode_group_scales(codes, ones).square_()
     table = torch.tensor(_DOUBLES, dtype=torch.float32, device=groups.device)
     best = torch.empty_like(codes[0])
     for block, values in float32_blocks(groups):
-        # Groups side by side: what is computed of each is then one operation on whole vectors.
-        beside = values.view(-1, GROUP_SIZE).t().contiguous()
-        code, inverse, square = (each[:, block].flatten(1) for each in (codes, doubled, squares))
-        find = search_codebook if serves(beside) else _search_by_ops
-        best[block] = find(beside, code, inverse, square, table, importance).view(best[block].shape)
+        # The groups become columns, so that a computation for all groups is one operation on whole vectors.
+        columns = values.view(-1, GROUP_SIZE).t().contiguous()
+        code, inverse, square = (tensor[:, block].flatten(1) for tensor in (codes, doubled, squares))
+        search = search_codebook if serves(columns) else _search_by_ops
+        best[block] = search(columns, code, inverse, square, table, importance).view(best[block].shape)
     return best.masked_fill_(zero, 0)
 
 
 def _search_by_ops(
     groups: Tensor, codes: Tensor, doubled: Tensor, squares: Tensor, table: Tensor, importance: Tensor | None
 ) -> Tensor:
-    """Do as `search_codebook` does, by ops of PyTorch."""
+    """Search as `compiled_search.search_codebook` does, with ops of PyTorch."""
     least, best = torch.full_like(squares[0], torch.inf), codes[0]
-    # With the other sign the negated weight has the values, so the weight has the negated values.
+    # A negative factor negates the values of the codebook, so this table has the nearest of the negated values.
     tables = {0: table, 1 << SCALE_BITS: -table.flip(0)}
     for code, inverse, square in zip(codes, doubled, squares, strict=True):
         wanted = groups * inverse
-        places = _places(wanted.clone()).flatten()
+        positions = _table_positions(wanted.clone()).flatten()
         for sign, doubles in tables.items():
-            squared = doubles.index_select(0, places).view(wanted.shape).sub_(wanted).square_()
+            squared = doubles.index_select(0, positions).view(wanted.shape).sub_(wanted).square_()
             weighed = squared if importance is None else squared.mul_(importance.unsqueeze(-1))
             error = add_by_halves(weighed).mul_(square)
             better = error < least
@@ -227,6 +227,6 @@ def _search_by_ops(
     return best
 
 
-def _places(doubled: Tensor) -> Tensor:
-    """Return floor(doubled) + 256 as int32, 0 to 511; `doubled` is overwritten."""
+def _table_positions(doubled: Tensor) -> Tensor:
+    """Return the positions floor(doubled) + 256 in the tables, int32 from 0 to 511. Overwrites `doubled`."""
     return doubled.add_(256).clamp_(0, 511).to(torch.int32)

@@ -7,8 +7,8 @@
 
 `weight = qdata * scale`: in memory these are the tensors of int8 with a scale a row, and int8's kernels multiply them.
 The scale of a row is its root mean square times a step that all rows of the matrix share, so that every row has about
-the same distribution of codes. Sharing the scale itself gives .1 dB more, but on MiniLM at 2.5 and 3.5 bits embeddings
-that are no nearer.
+the same distribution of codes. The rate is the mean number of bits that a code takes in a file. Rows that share the
+scale itself have .1 dB more, but the embeddings of MiniLM at 2.5 and 3.5 bits come no nearer to the originals.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from hf_trainweights.formats.unpacked import Unpacked
 
 _LOWEST_BITS, _HIGHEST_BITS = 2.0, 8.0
 
-# Significant bits of a row's root mean square. So coarse it costs 6 bits a row in a file in place of 16, which is .03
-# bits a weight at K = 384 or .15 dB; that rows are up to 6 % off the best step loses .01 dB.
+# Significant bits of a row's root mean square. A scale this coarse takes 6 bits a row in a file in place of 16, which
+# saves .03 bits a weight at K = 384 or .15 dB. The price is .01 dB, because rows are up to 6 % off the best step.
 _ROW_BITS = 4
 _SCALE_BITS = 6
-# Those of the step that all rows share: one bit more would change the rate by .003.
+# Significant bits of the step that all rows share: one bit more would change the rate by .003.
 _STEP_BITS = 8
-# What the headers and Huffman tables of a weight take in a file; not more than a share, for the sake of tiny ones.
+# Bits of a weight's headers and Huffman tables in a file, and a bound for each element, which tiny weights need.
 _HEADER_BITS, _MOST_HEADER_BITS_PER_WEIGHT = 2400, 0.02
 # A code of a Gaussian weight has log2(4.13 / step) bits, the step in standard deviations.
 _GAUSSIAN_BITS = 2.047
-# The sample that the rate is measured on, 16 rows or more: enough for .01 bits a matrix, and without a bias for all.
+# The rate is measured on a sample of 16 rows or more. That finds the rate of a matrix to .01 bits, without a bias.
 _SAMPLE_ELEMENTS, _SAMPLE_ROWS = 1 << 15, 128
 _ROUNDS = 6
-# Of columns that are chosen by error and length: so many times over, or until the rate is met as nearly. What a bit
-# is worth is the slope of error over rate of a uniform quantizer at a high rate, 2 ln 2 / 12, in squared steps.
+# Columns chosen by error and length are chosen up to 4 times, or until the rate is within .006 bits of `bits`.
 _COLUMN_ROUNDS, _CLOSE_BITS = 4, 0.006
-_BIT_WORTH = 2 * math.log(2) / 12
+# The squared error, in squared steps, that a saved bit may cost: a uniform quantizer's slope of error at a high rate.
+_BIT_COST = 2 * math.log(2) / 12
 _SMALLEST_STEP = 2.0**-12
 
 
@@ -62,9 +62,9 @@ class Coded(Format):
     """Int8 codes with one scale a row that take a mean number of bits in a file, where they are entropy-coded.
 
     Args:
-        bits: Bits of a weight in a file, scales included: a real number from 2 to 8. In memory it takes 8. Codes fit a
-            byte, so a row's step is never finer than its largest magnitude over 127: weights with a normal distribution
-            reach 7 bits, and more bits than that leave the file smaller than asked.
+        bits: Bits of a weight in a file, scales included: a real number from 2 to 8. In memory a weight takes 8 bits.
+            Codes fit a byte, so a row's step is never finer than its largest magnitude over 127. Weights with a normal
+            distribution reach 7 bits; if more are asked for, the file is smaller than that.
 
     Raises:
         ConfigError: `bits` is no such number.
@@ -73,7 +73,7 @@ class Coded(Format):
     name: ClassVar[str] = "coded"
     is_coded_in_files: ClassVar[bool] = True
     has_independent_rows: ClassVar[bool] = False
-    # What int8's kernels ask their format for; no fields, and no parameters.
+    # Int8's kernels read these attributes. They have no annotation, so they are no parameters.
     group_size = None
     activations = None
     bits: float = 4.0
@@ -89,7 +89,7 @@ class Coded(Format):
         return f"{self.name} {self.bits:.15g} bits"
 
     def file_bytes(self, shape: Sequence[int], scale_dtype: torch.dtype) -> int:
-        """Return about how many bytes a weight of this shape takes in a file: `bits` for each element."""
+        """Return the approximate number of bytes of a weight in a file: `bits` for each element."""
         del scale_dtype
         return math.ceil(math.prod(shape) * self.bits / 8)
 
@@ -99,32 +99,32 @@ class Coded(Format):
         return {"qdata": ((*lead, K), torch.int8), "scale": ((*lead, 1), scale_dtype)}
 
     def fit(self, matrix: Tensor) -> _WithStep:
-        """Return the format with the step at which a sample of the matrix has the rate."""
+        """Return the format with the step at which a sample of the matrix takes `bits` bits a weight."""
         K, overhead = matrix.shape[-1], _overhead(matrix)
         step = 2.0 ** (_GAUSSIAN_BITS - self.bits)
         rows = matrix[:: -(-len(matrix) // _SAMPLE_ROWS)].double()
         unit, amax = _root_mean_square(rows), rows.abs().amax(dim=-1, keepdim=True)
-        # An odd stride, so that columns which lie a power of two apart are not sampled alone.
-        places = torch.arange(0, rows.numel(), max(1, rows.numel() // _SAMPLE_ELEMENTS) | 1, device=rows.device)
-        places = places[unit.flatten()[places // K] > 0]
-        sample = rows.flatten()[places]
-        # The caller finds NaN and Inf, of which there is no rate.
+        # An even stride could sample only columns that lie a power of two apart.
+        positions = torch.arange(0, rows.numel(), max(1, rows.numel() // _SAMPLE_ELEMENTS) | 1, device=rows.device)
+        positions = positions[unit.flatten()[positions // K] > 0]
+        sample = rows.flatten()[positions]
+        # NaN and Inf have no rate; `quantize` refuses them later.
         rounds = _ROUNDS if len(sample) and bool(amax.isfinite().all()) else 0
         for _ in range(rounds):
             inverse = reciprocal(_row_scale(unit * step, amax, matrix.dtype)).flatten()
-            codes = (sample * inverse[places // K]).round_().clamp_(-128, 127)
+            codes = (sample * inverse[positions // K]).round_().clamp_(-128, 127)
             rate = _file_bits(huffman_bits(codes) / len(codes)) + overhead
-            # The rate falls by one bit where the step doubles, but for rows whose largest magnitude stops it.
+            # The rate falls by one bit when the step doubles, except in rows whose largest magnitude bounds the step.
             step = max(step * 2.0 ** (rate - self.bits), _SMALLEST_STEP)
         fitted = torch.tensor(step, dtype=torch.float32, device="cpu")
         return _WithStep(self.bits, _significant(fitted, torch.round, _STEP_BITS).item())
 
     def quantize_rows(self, rows: Tensor, amax: Tensor, out: Mapping[str, Tensor]) -> None:
-        """Fill the codes of these rows as of a matrix by themselves."""
+        """Quantize these rows as if they were the whole matrix."""
         self.fit(rows).quantize_rows(rows, amax, out)
 
     def columns(self, weight: Tensor, importance: Tensor) -> ColumnCodes:
-        """Return what chooses codes column by column, those of the least error and length together."""
+        """Return an object that chooses codes column by column, weighing the error of a code against its length."""
         return _Columns(self, weight, importance)
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> Unpacked:
@@ -139,7 +139,7 @@ class Coded(Format):
 
 @dataclass(frozen=True)
 class _WithStep(Coded):
-    """The format of one matrix, whose step, in root mean squares of a row, is known."""
+    """The format of one matrix, with its step as a multiple of a row's root mean square."""
 
     step: float = 1.0
 
@@ -151,10 +151,10 @@ class _WithStep(Coded):
 
 
 class _Columns(ColumnCodes):
-    """The codes of one weight: of the three nearest to a value the one whose error and length cost least.
+    """Chooses the codes of one weight: for each value the cheapest of the three nearest codes, by error and length.
 
-    In the first round all lengths are alike. Each later one has the lengths that the codes of the round before give,
-    and the step by which the rate should become what is wanted.
+    The length of a code is the number of bits that it takes in a file. In the first round all lengths are equal. Later
+    rounds take them from the frequencies of the last round's codes, and take the step that should meet the rate.
     """
 
     def __init__(self, form: Coded, weight: Tensor, importance: Tensor):
@@ -162,8 +162,8 @@ class _Columns(ColumnCodes):
         self._step = form.fit(weight).step
         self._unit = _root_mean_square(weight)
         self._amax = largest_magnitude(weight.contiguous()).double().unsqueeze(-1)
-        # An error in a column that matters little may be larger for the same bit.
-        self._worth = (_BIT_WORTH * importance.mean() / importance).tolist()
+        # The squared error that a saved bit may cost is larger in columns that matter little.
+        self._bit_costs = (_BIT_COST * importance.mean() / importance).tolist()
         self._lengths = importance.new_zeros(256)
         self._codes = weight.new_empty(weight.shape[::-1], dtype=torch.int8)
         self._best: tuple[float, dict[str, Tensor]] | None = None
@@ -175,48 +175,48 @@ class _Columns(ColumnCodes):
         self._factor, self._inverse = self._scale.float().flatten(), reciprocal(self._scale).flatten()
 
     def encode(self, column: int, values: Tensor) -> Tensor:
-        """Choose the codes of the least cost; the nearest where lengths are alike."""
+        """Choose the codes of the least cost, which are the nearest codes while all lengths are equal."""
         exact = values * self._inverse
         nearest = exact.round().clamp_(-128, 127)
         tried = torch.stack((nearest, (nearest - 1).clamp_(-128), (nearest + 1).clamp_(max=127)))
         lengths = self._lengths.index_select(0, (tried + 128).to(torch.int32).flatten()).view_as(tried)
-        costs = (tried - exact).square_().add_(lengths, alpha=self._worth[column])
+        costs = (tried - exact).square_().add_(lengths, alpha=self._bit_costs[column])
         codes = tried.gather(0, costs.argmin(dim=0, keepdim=True))[0]
         self._codes[column] = codes
         return codes.mul_(self._factor)
 
     def again(self, file_bits: FileBits) -> bool:
-        """Take the lengths and the step that these codes suggest; after a few rounds, keep the nearest rate."""
+        """Take lengths and step from these codes and return True; end after a few rounds or when the rate is met."""
         codes, tensors = self._codes.flatten(), {"qdata": self._codes.t().contiguous(), "scale": self._scale}
-        # The header of a tiny weight takes more than its codes could make up for.
-        most = _file_bits(huffman_bits(codes) / len(codes)) + self._overhead
-        rate = min(file_bits(tensors) / len(codes), most)
-        off = abs(rate - self._bits)
+        # The estimate bounds the rate of a tiny weight, whose header takes more than coarser codes could save.
+        estimate = _file_bits(huffman_bits(codes) / len(codes)) + self._overhead
+        rate = min(file_bits(tensors) / len(codes), estimate)
+        distance = abs(rate - self._bits)
         self._round += 1
-        if self._round > 1 and (self._best is None or off < self._best[0]):
-            self._best = off, tensors
-        if self._round >= _COLUMN_ROUNDS or (self._round > 2 and off < _CLOSE_BITS):
+        if self._round > 1 and (self._best is None or distance < self._best[0]):
+            self._best = distance, tensors
+        if self._round >= _COLUMN_ROUNDS or (self._round > 2 and distance < _CLOSE_BITS):
             return False
-        chances = torch.bincount(codes.to(torch.int16).add_(128), minlength=256).float().add_(0.5)
-        self._lengths = (chances / chances.sum()).log2_().neg_()
+        counts = torch.bincount(codes.to(torch.int16).add_(128), minlength=256).float().add_(0.5)
+        self._lengths = (counts / counts.sum()).log2_().neg_()
         self._step = max(self._step * 2.0 ** (rate - self._bits), _SMALLEST_STEP)
         self._take_step()
         return True
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the codes and scales of the round whose rate was nearest."""
+        """Return the codes and scales of the round whose rate came nearest to `bits`, the first round excepted."""
         assert self._best is not None
         return self._best[1]
 
 
 def _overhead(matrix: Tensor) -> float:
-    """Return about how many bits a weight takes in a file beside its code."""
+    """Return the approximate number of bits that each element takes in a file beside its code: header and scale."""
     header = min(_HEADER_BITS / matrix.numel(), _MOST_HEADER_BITS_PER_WEIGHT)
     return header + _SCALE_BITS / matrix.shape[-1]
 
 
 def _root_mean_square(rows: Tensor) -> Tensor:
-    """Return float64 `[n, 1]` of few significant bits, so that the order in which the squares are added is the same."""
+    """Return the root mean square of each row, float64 `[n, 1]`, so coarse that the order of adding does not show."""
     squares = rows.new_empty((len(rows), 1), dtype=torch.float64)
     for block in cache_blocks(rows):
         squares[block] = rows[block].to(torch.float64, copy=True).square_().mean(dim=-1, keepdim=True)
@@ -224,29 +224,29 @@ def _root_mean_square(rows: Tensor) -> Tensor:
 
 
 def _row_scale(wanted: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the scales of rows `[n, 1]`: as wanted, but such that the largest code of a row is from 2 to 127."""
+    """Return the scales of rows `[n, 1]`: those wanted, changed where a row's largest code would not be 2 to 127."""
     scale = torch.minimum(wanted, _significant(amax / 2, torch.floor, _ROW_BITS))
     scale = torch.where(amax > 127.5 * scale, _significant(amax / 127, torch.ceil, _ROW_BITS), scale)
     if dtype == torch.float16:
-        # Scales this small have fewer bits, and 2**-24 codes such rows exactly.
+        # Float16 has few bits for scales this small, and a scale of 2**-24 codes such rows exactly.
         scale = scale.masked_fill((amax > 0) & (amax <= 127 * 2.0**-24), 2.0**-24)
     return round_scale(scale.float(), 128, dtype)
 
 
 def _file_bits(rate: float) -> float:
-    """Return how many bits a code takes in zstd's frames, from what it takes in a Huffman code."""
-    # Frames have tables; and where codes have few bits, seven in a row repeat now and then, which zstd codes worse.
+    """Return the bits that a code takes in zstd's frames, estimated from its bits in a Huffman code."""
+    # Frames have tables. If codes have few bits, runs of seven codes repeat now and then, and zstd codes repeats worse.
     return 1.004 * rate + 0.33 * max(0.0, 2.6 - rate) ** 2
 
 
 def _significant(values: Tensor, rounding: Callable[[Tensor], Tensor], bits: int) -> Tensor:
-    """Return numbers rounded to so many significant bits, in float64."""
+    """Round numbers to `bits` significant bits, in float64."""
     mantissa, exponent = torch.frexp(values.double())
     return torch.ldexp(rounding(mantissa * 2.0**bits) / 2.0**bits, exponent.double())
 
 
 def huffman_bits(codes: Tensor) -> int:
-    """Return how many bits a Huffman code of its own takes for int8 codes, held as floats, without its table.
+    """Return the bits of int8 codes, held as floats, in the Huffman code of their frequencies, without its table.
 
     Examples:
         >>> huffman_bits(torch.tensor([0.0, 0.0, 1.0, -1.0]))

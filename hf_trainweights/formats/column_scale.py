@@ -3,11 +3,11 @@
 | tensor | shape | dtype |
 |---|---|---|
 | `column_scale` | `[*, 1, K]`, shared by all rows | the weight's dtype |
-| those of the inner format | as there | as there |
+| stored tensors of the inner format | as there | as there |
 
-Rows of a weight that a scale serves well still have columns of very different size, and a group of columns has one
-scale. Dividing each column by its factor first lets the groups hold values of one size. A product multiplies its input
-by the factors and leaves the rest to the inner format: `x @ (W * c).T == (x * c) @ W.T`.
+Columns of a weight can differ much in size, and a group of columns has one scale for all. So each column is divided by
+its factor before the inner format quantizes, and the values of a group are of one size. A product, here `F.linear`,
+multiplies its input by the factors and leaves the rest to the inner format: `x @ (W * c).T == (x * c) @ W.T`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from hf_trainweights.formats.unpacked import Unpacked
 
 COLUMN_SCALE = "column_scale"
 
-# Rows that the factors are chosen by, evenly spaced: 256 tell the size of a column to 5 %. On MiniLM in int4 g64 the
-# mean cosine is .9806 by all rows, .9811 by 512 or 256, .9804 by 128.
+# The factors are chosen from this many rows, evenly spaced: 256 rows tell the size of a column to 5 %. On MiniLM in
+# int4 g64 the mean cosine is .9806 with all rows, .9811 with 512 or 256, .9804 with 128.
 _SAMPLED_ROWS = 256
-# Each divides the columns, then the rows, by their standard deviations; .9799 by 1, .9803 by 2, 3, 6 and 12.
+# Each round divides columns, then rows, by their standard deviations. Mean cosine: .9799 by 1, .9803 by 2, 3, 6 and 12.
 _ROUNDS = 2
 # The largest factor of a weight is at most this many times the smallest.
 _SPREAD = 64.0
@@ -49,7 +49,7 @@ class ColumnScaled(Format):
     inner: Format
 
     @property
-    def name(self) -> str:  # type: ignore[override]  (of the inner format, with one parameter more)
+    def name(self) -> str:  # type: ignore[override]  (an attribute of the class in Format)
         """The inner format's name."""
         return self.inner.name
 
@@ -65,17 +65,17 @@ class ColumnScaled(Format):
 
     @property
     def is_coded_in_files(self) -> bool:  # type: ignore[override]  (likewise)
-        """The inner format's."""
+        """Whether files keep the inner format entropy-coded."""
         return self.inner.is_coded_in_files
 
     @property
     def bit_packed(self) -> Mapping[str, int]:  # type: ignore[override]  (likewise)
-        """The inner format's."""
+        """The inner format's tensors of one code for each group."""
         return self.inner.bit_packed
 
     @property
     def column_step(self) -> int:
-        """The inner format's."""
+        """The inner format's step."""
         return self.inner.column_step
 
     def __str__(self) -> str:
@@ -86,7 +86,7 @@ class ColumnScaled(Format):
         return {**self.inner.get_config(), COLUMN_SCALE: True}
 
     def fallback(self, shape: Sequence[int]) -> Format:
-        """Return the inner format's fallback with column scales; without them where a weight has no two rows."""
+        """Return the inner format's fallback, with column scales if the weight has two rows and two columns."""
         inner = self.inner.fallback(shape)
         return ColumnScaled(inner) if shape[-2] > 1 and shape[-1] > 1 else inner
 
@@ -96,7 +96,7 @@ class ColumnScaled(Format):
         return {**self.inner.tensor_specs(shape, scale_dtype), COLUMN_SCALE: ((*lead, 1, K), scale_dtype)}
 
     def file_bytes(self, shape: Sequence[int], scale_dtype: torch.dtype) -> int:
-        """Return about how many bytes a weight of this shape takes in a file, its factors included."""
+        """Return the approximate number of bytes of a weight in a file, its factors included."""
         factors = math.prod((*shape[:-2], shape[-1])) * scale_dtype.itemsize
         return self.inner.file_bytes(shape, scale_dtype) + factors
 
@@ -107,11 +107,11 @@ class ColumnScaled(Format):
     def quantize(
         self, weight: Tensor, name: str = "weight", shared: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
-        """As `Format.quantize`; the factors, which all rows share, are chosen where `shared` has none."""
+        """Quantize as `Format.quantize` does, with the factors of `shared`, or newly chosen ones if it has none."""
         self.check_weight(weight, name)
         weight = weight.detach()
         out, lead = self.empty(weight.shape, weight.dtype, weight.device), weight.shape[:-2]
-        # One matrix after the other, because each is divided in a copy.
+        # One matrix after the other, because dividing a matrix makes a copy of it.
         for index in itertools.product(*map(range, lead)):
             matrix = weight[index]
             factors = shared[COLUMN_SCALE][index] if shared and COLUMN_SCALE in shared else choose_column_scale(matrix)
@@ -121,18 +121,18 @@ class ColumnScaled(Format):
         return out
 
     def quantize_rows(self, rows: Tensor, amax: Tensor, out: Mapping[str, Tensor]) -> None:
-        """Quantize rows whose columns are divided already, by the inner format."""
+        """Let the inner format quantize rows whose columns are divided already."""
         self.inner.quantize_rows(rows, amax, out)
 
     def columns(self, weight: Tensor, importance: Tensor) -> ColumnCodes | None:
-        """Return what chooses the inner format's codes of the divided columns; None where it has no such thing."""
+        """Return an object that chooses the inner format's codes of divided columns; None if that format has none."""
         factors = choose_column_scale(weight)
         wide = factors.float().flatten()
         inner = self.inner.columns(_divide(weight, factors), importance * wide.square())
         return None if inner is None else _Columns(inner, factors)
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> Unpacked | None:
-        """Return the inner format's, whose columns are still to be multiplied by `column_scale`."""
+        """Return the inner format's codes and scales, which do not include the factors of `column_scale`."""
         return self.inner.unpack(tensors)
 
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
@@ -143,7 +143,7 @@ class ColumnScaled(Format):
 
 
 class _Columns(ColumnCodes):
-    """The inner format's codes of columns that are divided by their factors."""
+    """Chooses the inner format's codes for columns divided by their factors."""
 
     def __init__(self, inner: ColumnCodes, factors: Tensor):
         self._inner, self._factors = inner, factors
@@ -151,7 +151,7 @@ class _Columns(ColumnCodes):
         self.group_size = inner.group_size
 
     def begin_group(self, group: int, values: Tensor) -> None:
-        """Let the inner format choose what the columns of a group share."""
+        """Let the inner format choose the scale of a group."""
         first = group * len(values)
         self._inner.begin_group(group, values / self._wide[first : first + len(values)].unsqueeze(-1))
 
@@ -161,7 +161,7 @@ class _Columns(ColumnCodes):
         return self._inner.encode(column, values / factor).mul_(factor)
 
     def again(self, file_bits: FileBits) -> bool:
-        """Return the inner format's answer, the factors being in the file too."""
+        """Return the inner format's answer; the bits in the file include the factors."""
         return self._inner.again(lambda tensors: file_bits({**tensors, COLUMN_SCALE: self._factors}))
 
     def tensors(self) -> dict[str, Tensor]:
@@ -170,21 +170,21 @@ class _Columns(ColumnCodes):
 
 
 def _divide(matrix: Tensor, factors: Tensor) -> Tensor:
-    """Return the matrix with its columns divided by their factors, in its dtype; not finite where it is not."""
+    """Divide the columns of a matrix by their factors, in its dtype; NaN and Inf stay."""
     divided = matrix.float() / factors.float()
-    # A number near the end of the dtype's range may not hold what it becomes. Inf is left to the inner format's error.
+    # A quotient may lie beyond the dtype's range. A matrix with Inf is left to the inner format's error.
     if largest_magnitude(matrix.contiguous()).amax().isfinite():
         divided.clamp_(-torch.finfo(matrix.dtype).max, torch.finfo(matrix.dtype).max)
     return divided.to(matrix.dtype)
 
 
 def choose_column_scale(matrix: Tensor) -> Tensor:
-    """Return the factors `[1, K]` of a weight: the standard deviations of its columns once those of its rows are alike.
+    """Return the factors `[1, K]` of a weight: the standard deviations of its columns after its rows are made alike.
 
-    The largest is over 1/2 and at most 1, so that no activation overflows by them, the smallest at least 1/64 of it. A
-    column without spread to tell its size by has a usual factor.
+    The largest factor is over 1/2 and at most 1, so that no activation overflows when it is multiplied. The smallest is
+    at least 1/64 of the largest. A column of equal values has the geometric mean of the other factors.
     """
-    # In float64 no processor's order of summing shows in the rounded factors.
+    # In float64, so that the order in which a processor adds does not show in the rounded factors.
     sample = matrix[:: -(-len(matrix) // _SAMPLED_ROWS)].double()
     squares = sample.square()
     rows, factors = sample.new_ones(len(sample)), sample.new_ones(sample.shape[1])
@@ -197,9 +197,9 @@ def choose_column_scale(matrix: Tensor) -> Tensor:
 
 
 def _spread(squares: Tensor, sums: Tensor, count: int) -> Tensor:
-    """Return standard deviations from sums of squares and sums; where there is none, their geometric mean."""
+    """Return standard deviations from sums of squares and sums; for equal numbers the geometric mean of the others."""
     variance = squares / count - (sums / count).square()
-    # What rounding leaves of equal numbers is no spread.
-    known = variance > 1e-10 * squares / count
-    usual = torch.where(known, variance, 1.0).log().sum() / known.sum().clamp_min(1)
-    return torch.where(known, variance, usual.exp()).sqrt()
+    # Equal numbers have a variance of 0 but for rounding, which this bound excludes.
+    varies = variance > 1e-10 * squares / count
+    mean_log = torch.where(varies, variance, 1.0).log().sum() / varies.sum().clamp_min(1)
+    return torch.where(varies, variance, mean_log.exp()).sqrt()

@@ -1,4 +1,4 @@
-"""The searches of uint and codebook4 in C, and the codes of uint: to the last bit what PyTorch's ops give."""
+"""The searches of uint and codebook4 in C, and the codes of uint: equal to PyTorch's ops to the last bit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _load() -> ctypes.CDLL | None:
 
 
 def serves(values: Tensor) -> bool:
-    """Return whether the functions here take these values; none takes tensors without memory of their own."""
+    """Return whether these functions can read the values: plain CPU tensors, not subclasses, if C was compiled."""
     return type(values) is Tensor and values.device.type == "cpu" and _load() is not None
 
 
@@ -39,7 +39,7 @@ def _functions() -> ctypes.CDLL:
 
 
 def lay_side_by_side(values: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Return groups as `[group_size, n]` and their ends, see `uint_search.side_by_side`."""
+    """Return groups as `[group_size, n]` and their ends, as `uint_search.side_by_side` describes them."""
     values = values.contiguous()
     n = values.numel() // group_size
     groups, ends = values.new_empty(group_size, n), values.new_empty(2, n)
@@ -57,13 +57,13 @@ def search_uint(
 ) -> tuple[Tensor, Tensor]:
     """Return group scales and zero points `[n]` of groups `[group_size, n]`; see `uint_search.search`.
 
-    `covering` and `middle` are `[n]`, `units` the bits of a code, `code_units` and `zero_units`.
+    `covering` and `middle` are `[n]`. `units` is (bits of a code, `code_units`, `zero_units`).
     """
     groups, fractions = groups.contiguous(), torch.tensor(clippings, dtype=torch.float32, device="cpu")
     scale, zero = torch.empty_like(covering), torch.empty_like(covering)
-    given = [_at(tensor) for tensor in (covering, middle, importance)]
+    inputs = [_at(tensor) for tensor in (covering, middle, importance)]
     _functions().search_uint(
-        _at(groups), *groups.shape, *given, *units, _at(fractions), len(fractions), _at(scale), _at(zero)
+        _at(groups), *groups.shape, *inputs, *units, _at(fractions), len(fractions), _at(scale), _at(zero)
     )
     return scale, zero
 
@@ -81,11 +81,11 @@ def search_codebook(
 ) -> Tensor:
     """Return the code of the smallest error, int32 `[n]`, for groups `[32, n]`; see `codebook4`.
 
-    `codes` (int32), `doubled` and `squares` are `[5, n]`: what is tried, twice its inverse scale, its factor squared.
+    `codes` (int32), `doubled` and `squares` are `[5, n]`: codes to try, twice their inverse scales, squared factors.
     """
     chosen = codes.new_empty(codes.shape[1])
-    given = [tensor.contiguous() for tensor in (groups, codes, doubled, squares, table)]
-    first, *others = map(_at, given)
+    contiguous = [tensor.contiguous() for tensor in (groups, codes, doubled, squares, table)]
+    first, *others = map(_at, contiguous)
     _functions().search_codebook(first, groups.shape[1], *others, _at(importance), _at(chosen))
     return chosen
 

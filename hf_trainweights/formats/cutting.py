@@ -1,7 +1,7 @@
-"""Parts of a weight that is quantized already: some of its rows, or some of its columns, without new rounding.
+"""Slices of a quantized weight: some of its rows, or some of its columns, without new rounding.
 
-A weight `[*, N, K]` is a table of stored tensors. Each has N as its last dimension but one, except those that
-`Format.shared_names` lists: they serve all rows alike. Along K a tensor is cut in proportion, or serves every part.
+A weight `[*, N, K]` is a table of stored tensors. N is the last dimension but one of each, except of the tensors in
+`Format.shared_names`, which all rows share. Along K a stored tensor is cut in proportion, or every slice has all of it.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from hf_trainweights.errors import QuantizationError
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.group_scales import pack_bits, unpack_bits
 
-# Rows of the weight that proves how columns can be cut: some formats hold no single row.
+# Rows of the small weight that shows how columns can be cut. Some formats cannot hold a weight of one row.
 _PROVING_ROWS = 2
 
 
 def cut_rows(form: Format, tensors: Mapping[str, Tensor], cut: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """Return what `cut` makes of each stored tensor `[*, N, k]`, and those that all rows share as they are."""
+    """Cut the rows of each stored tensor `[*, N, k]` with `cut`; keep the stored tensors that all rows share."""
     return {name: stored if name in form.shared_names else cut(stored) for name, stored in tensors.items()}
 
 
 def cut_columns(
     form: Format, tensors: Mapping[str, Tensor], shape: Sequence[int], start: int, stop: int
 ) -> dict[str, Tensor]:
-    """Return contiguous tensors of columns `start` to `stop`, new or as given; QuantizationError: no whole groups.
+    """Cut columns out of stored tensors, into new ones unless all slices share one; QuantizationError: no whole groups.
 
     Examples:
         >>> from hf_trainweights.formats import get_format
@@ -48,9 +48,9 @@ def cut_columns(
 
 @functools.lru_cache(maxsize=4096)
 def can_cut_columns(form: Format, K: int, start: int, stop: int) -> bool:
-    """Return whether columns `start` to `stop` of K are a part of each stored tensor, and stand for the same values.
+    """Return whether columns `start` to `stop` of K can be cut out of each stored tensor, and keep their values.
 
-    A format may pack columns as it likes, and need not say so by `column_step`. So a small weight proves it.
+    A format may pack columns in ways that `column_step` does not tell, so this cuts a small weight and compares it.
     """
     step, shape, width = form.column_step, (_PROVING_ROWS, K), stop - start
     if not 0 <= start < stop <= K or start % step or stop % step:
@@ -60,7 +60,7 @@ def can_cut_columns(form: Format, K: int, start: int, stop: int) -> bool:
     if form.fallback((_PROVING_ROWS, width)) != form or not _is_proportional(form, K, start, stop):
         return False
     if form.fallback(shape) != form:
-        # No weight of so few rows can have this format, so that the sizes of its tensors must do.
+        # This format holds no weight of so few rows, so the sizes of its tensors must be proof enough.
         return True
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu", dtype=torch.float32)
     tensors = form.quantize(weight)
@@ -72,12 +72,12 @@ def can_cut_columns(form: Format, K: int, start: int, stop: int) -> bool:
 
 
 def _is_proportional(form: Format, K: int, start: int, stop: int) -> bool:
-    """Return whether each stored tensor serves all columns, or has as great a share for a part as that has of K."""
+    """Return whether each stored tensor is the same for all columns, or as much shorter in the slice as K is."""
     widths = K, stop - start
-    specs, own_specs = (form.tensor_specs((_PROVING_ROWS, width), torch.float32) for width in widths)
+    specs, slice_specs = (form.tensor_specs((_PROVING_ROWS, width), torch.float32) for width in widths)
     for name in specs.keys() - form.bit_packed.keys():
-        size, part_size = specs[name][0][-1], own_specs[name][0][-1]
-        if size != part_size and (start * size % K or part_size * K != size * (stop - start)):
+        size, slice_size = specs[name][0][-1], slice_specs[name][0][-1]
+        if size != slice_size and (start * size % K or slice_size * K != size * (stop - start)):
             return False
     return True
 
@@ -85,27 +85,27 @@ def _is_proportional(form: Format, K: int, start: int, stop: int) -> bool:
 def _cut(form: Format, tensors: Mapping[str, Tensor], shape: Sequence[int], start: int, stop: int) -> dict[str, Tensor]:
     (*lead, K), step = shape, form.column_step
     sizes = _row_sizes(form, shape, tensors)
-    part_sizes = _row_sizes(form, (*lead, stop - start), tensors)
-    part = {}
+    slice_sizes = _row_sizes(form, (*lead, stop - start), tensors)
+    cut_tensors = {}
     for name, stored in tensors.items():
-        if sizes[name] == part_sizes[name] and name not in form.bit_packed:
-            part[name] = stored
+        if sizes[name] == slice_sizes[name] and name not in form.bit_packed:
+            cut_tensors[name] = stored
         elif name in form.bit_packed:
             codes = unpack_bits(stored, form.bit_packed[name], K // step)
-            part[name] = pack_bits(codes[..., start // step : stop // step], form.bit_packed[name])
+            cut_tensors[name] = pack_bits(codes[..., start // step : stop // step], form.bit_packed[name])
         else:
             first = start * sizes[name] // K
-            part[name] = stored.narrow(-1, first, part_sizes[name]).contiguous()
-    return part
+            cut_tensors[name] = stored.narrow(-1, first, slice_sizes[name]).contiguous()
+    return cut_tensors
 
 
 def join_columns(form: Format, parts: Sequence[Mapping[str, Tensor]], widths: Sequence[int]) -> dict[str, Tensor]:
-    """Put the parts of a weight that was cut along K together again; a tensor that all share is the first part's."""
+    """Join the slices of a weight that was cut along K; a stored tensor that they share comes from the first slice."""
     lead = form.shape_of(parts[0]["qdata"])[:-1]
     sizes = _row_sizes(form, (*lead, sum(widths)), parts[0])
     joined = {}
     for name, stored in parts[0].items():
-        pieces = [part[name] for part in parts]
+        pieces = [tensors[name] for tensors in parts]
         if name in form.bit_packed:
             bits = form.bit_packed[name]
             counts = [width // form.column_step for width in widths]

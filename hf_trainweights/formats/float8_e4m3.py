@@ -29,11 +29,12 @@ from hf_trainweights.formats.base import Format, Specs
 from hf_trainweights.formats.unpacked import Unpacked
 
 _LARGEST = 448
-# Sign, and the seven bits of exponent and mantissa, where float16 has them; and what they are worth less there.
+# The sign bit and the seven bits of exponent and mantissa at their positions in float16. Read as float16, whose
+# exponents have a larger bias, they are 1/256 of the code's value.
 _SIGN_AND_CODE = 0xBF80 - (1 << 16)
 _FLOAT16_OF_CODE = 256
 
-# By byte.
+# The value of each byte.
 _VALUES = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
 
 
@@ -52,16 +53,16 @@ class Float8E4M3(Format):
         """Fill codes `float8(w * (1 / scale))`, the scale rounded to its dtype first."""
         inverse = reciprocal(out["scale"].copy_(round_scale(amax / _LARGEST, _LARGEST, rows.dtype)))
         for block, values in float32_blocks(rows):
-            # The rounded scale may be a little small, and not every release of torch casts what is beyond 448 to 448.
+            # The rounded scale may be a little small, and not every release of torch casts values beyond 448 to 448.
             out["qdata"][block].copy_(values.mul_(inverse[block]).clamp_(-_LARGEST, _LARGEST))
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> Unpacked:
-        """Return codes and scales as they lie; what bytes stand for is in a table, for readers without float8."""
+        """Return the stored codes and scales, and for codes given as bytes a table of their values."""
         qdata = tensors["qdata"]
         return Unpacked(qdata, tensors["scale"], None, table=_VALUES if qdata.dtype == torch.uint8 else None)
 
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
-        """Return `qdata * scale`, each product rounded once."""
+        """Return `qdata * scale`, each value rounded once."""
         qdata, scale = tensors["qdata"], tensors["scale"]
         plain = type(qdata) is Tensor and qdata.device.type == "cpu" and qdata.numel() > 0
         if not plain or dtype not in FLOAT_DTYPES:
@@ -74,10 +75,10 @@ class Float8E4M3(Format):
 
 
 def _float16(codes: Tensor) -> Tensor:
-    """Return codes / 256 as float16, exactly: the exponent has one bit more and a larger bias there.
+    """Return codes / 256 as float16, exactly, by moving bits: float16 has one exponent bit more and a larger bias.
 
-    PyTorch converts float8 one by one, 6 ns a weight on a CPU; these bits are moved in vectors, .3 ns. NaN, which no
-    weight holds, is not kept.
+    PyTorch converts float8 one by one, 6 ns a weight on a CPU. Moving bits in vectors takes .3 ns, but loses NaN,
+    which no weight holds.
     """
     bits = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(_SIGN_AND_CODE)
     return bits.view(torch.float16)

@@ -1,9 +1,9 @@
-"""Scales of groups in 6 bits each: steps of about 1/8 octave below one scale of the whole row.
+"""Group scales of 6 bits each, in steps of about 1/8 octave below one scale for the row.
 
     group scale = row scale * FACTORS[code]
 
 Code 63 is the row scale itself, code 1 is 1/234 of it, and code 0 stands for a group of zeros. A factor has 8 bits of
-mantissa, so that its product with a 16-bit row scale is exact in float32. Codes are packed along the row, least
+mantissa, so that the factor times a 16-bit row scale is exact in float32. Codes are packed along the row, least
 significant bit first, and a row is padded with zero bits to whole bytes.
 """
 
@@ -24,14 +24,14 @@ _LARGEST_CODE = _CODES - 1
 # 2**(i / 8) in 8 bits, times 128.
 _EIGHTHS = (128, 140, 152, 166, 181, 197, 215, 235)
 
-# By code, ascending.
+# The factor of each code, ascending.
 FACTORS = (0.0, *(_EIGHTHS[step % 8] / 128 * 2.0 ** (step // 8 - 8) for step in range(2, _CODES + 1)))
 _POWERS = torch.tensor([2.0**power for power in range(8)], dtype=torch.float32, device="cpu")
 _BORDERS = tuple((low + high) / 2 for low, high in itertools.pairwise(FACTORS))
 
 
 def encode_group_scales(scale: Tensor, row_scale: Tensor) -> Tensor:
-    """Return each scale's uint8 code `[*, G]`: the nearest factor's, the smaller one's in a tie, and 0 for 0 only."""
+    """Return the code of each scale's nearest factor, uint8 `[*, G]`; the smaller factor wins a tie, only 0 gets 0."""
     ratio = scale / row_scale.float()
     borders = torch.tensor(_BORDERS, dtype=torch.float32, device=scale.device)
     codes = torch.bucketize(ratio, borders).clamp_(1, _LARGEST_CODE)
@@ -45,7 +45,7 @@ def decode_group_scales(codes: Tensor, row_scale: Tensor) -> Tensor:
 
 
 def packed_bytes(count: int, bits: int) -> int:
-    """Return how many bytes a row of codes takes."""
+    """Return the number of bytes that a row of codes takes."""
     return -(-count * bits // 8)
 
 
@@ -59,7 +59,7 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
     count = codes.shape[-1]
     eights = F.pad(codes.to(torch.int64), (0, -count % 8)).unflatten(-1, (-1, 8))
     words = (eights << torch.arange(0, 8 * bits, bits, device=codes.device)).sum(dim=-1)
-    # Little-endian, as are all numbers in files: the first `bits` of the eight bytes hold eight codes.
+    # Little-endian, as are all numbers in files. Eight codes fill the first `bits` bytes of the word's eight bytes.
     octets = words.unsqueeze(-1).view(torch.uint8)[..., :bits].flatten(-2)
     return octets[..., : packed_bytes(count, bits)].contiguous()
 
@@ -73,7 +73,7 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def codes_of_bits(packed: Tensor, bits: int, count: int) -> Tensor:
-    """Return what `unpack_bits` does, in float32, by ops that every exporter of PyTorch writes."""
+    """Unpack as `unpack_bits` does, to float32, with ops that every exporter of PyTorch can write."""
     # A code lies in one byte or across two.
     starts = torch.arange(0, count * bits, bits, device=packed.device)
     octets = F.pad(packed.to(torch.float32), (0, 1))

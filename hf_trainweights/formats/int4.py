@@ -5,8 +5,8 @@
 | `qdata` | `[*, N, K // 8]` | int32 words of eight codes -8 to 7, packed as in `packing` |
 | `scale` | `[*, N, K // group_size]` | the weight's dtype; may be negative |
 
-`weight = code * scale`. The sign of the scale gives the extra code -8 to the longer tail of the group, and of four
-clippings the one with the smallest squared error is taken.
+`weight = code * scale`. The sign of the scale gives the extra code -8 to the longer tail of the group. The scale is the
+one with the smallest squared error among four clippings.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from hf_trainweights.formats.unpacked import Unpacked, nibbles_of, octets_of
 
 GROUP_SIZES = (32, 64, 128)
 
-# The code that the group's largest magnitude falls on, before it is clamped to 8. On the Linears of MiniLM-L6 these
-# four give 19.52 / 20.30 / 21.26 dB at groups of 128 / 64 / 32; two clippings with both signs of the scale give
-# 19.45 and 21.20 dB at groups of 128 and 32, plain absmax (7 alone) 17.89 and 19.85 dB. The first wins a tie: where
-# the squares of the errors overflow, or underflow to zero, that must be the one that clips least.
+# A clipping is the code that the group's largest magnitude would have if it were not clamped to 8. On the Linears of
+# MiniLM-L6 these four give 19.52 / 20.30 / 21.26 dB at groups of 128 / 64 / 32. Two clippings with both signs of the
+# scale give 19.45 and 21.20 dB at groups of 128 and 32, plain absmax (7 alone) 17.89 and 19.85 dB. The first wins a
+# tie: if the squares of the errors overflow, or underflow to zero, that must be the one that clips least.
 _CLIPPINGS = (7.5, 8.0, 8.5, 9.0)
 
 
@@ -52,7 +52,7 @@ class Int4(Format):
     """
 
     name: ClassVar[str] = "int4"
-    # Blocks of GGUF are of 32 weights whatever the groups.
+    # GGUF has blocks of 32 weights.
     groups_for_targets: ClassVar[TargetGroups] = {
         "gguf": (32,),
         "compressed-tensors": GROUP_SIZES,
@@ -63,7 +63,7 @@ class Int4(Format):
         self.check_group_size(GROUP_SIZES, "32 is the most exact, 128 the smallest.")
 
     def fallback(self, shape: Sequence[int]) -> Format:
-        """Return int8 with one scale a row where the groups do not divide K, or N or K is at most 1."""
+        """Return this format, or int8 with one scale a row if groups do not divide K, or N or K is at most 1."""
         *_, N, K = shape
         return self if N > 1 and K > 1 and K % self.group_size == 0 else Int8()
 
@@ -80,7 +80,7 @@ class Int4(Format):
         return (*qdata.shape[:-1], qdata.shape[-1] * CODES_PER_WORD)
 
     def quantize_rows(self, rows: Tensor, amax: Tensor, out: Mapping[str, Tensor]) -> None:
-        """Fill codes `round(w * (1 / scale))` for the clipping with the smallest squared error."""
+        """Choose the clipping with the smallest squared error, and fill codes `round(w * (1 / scale))`."""
         groups = rows.view(*amax.shape, -1)
         scale = out["scale"].copy_(_best(groups, _candidates(groups, amax, rows.dtype)))
         inverse, scratch = reciprocal(scale).unsqueeze(-1), amax.new_empty(0)
@@ -89,7 +89,7 @@ class Int4(Format):
             out["qdata"][block].copy_(pack_int4(codes.flatten(1)))
 
     def columns(self, weight: Tensor, importance: Tensor) -> ColumnCodes:
-        """Return what chooses codes column by column, with the clippings of `quantize_rows`."""
+        """Return an object that chooses codes column by column, with the clippings of `quantize_rows`."""
         return _Columns(self.group_size, weight, importance)
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> Unpacked:
@@ -105,7 +105,7 @@ class Int4(Format):
 
 
 class _Columns(ColumnCodes):
-    """The codes and scales of one weight."""
+    """Chooses the codes and scales of one weight."""
 
     def __init__(self, group_size: int, weight: Tensor, importance: Tensor):
         N, K = weight.shape
@@ -114,7 +114,7 @@ class _Columns(ColumnCodes):
         self._codes = weight.new_empty((K, N), dtype=torch.int8)
 
     def begin_group(self, group: int, values: Tensor) -> None:
-        """Choose the scale of the smallest squared error."""
+        """Choose the scale with the smallest squared error."""
         groups, first = values.t().unsqueeze(1).contiguous(), group * len(values)
         candidates = _candidates(groups, largest_magnitude(groups), self._scale.dtype)
         scale = _best(groups, candidates, self._importance[first : first + len(values)]).flatten()
@@ -133,13 +133,13 @@ class _Columns(ColumnCodes):
 
 
 def _candidates(groups: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the scales of each group that are tried, one for each clipping."""
+    """Return the scales to try for each group, one for each clipping, `[tries, n, G]`."""
     divisors = torch.tensor(_CLIPPINGS, dtype=torch.float32, device=groups.device).view(-1, 1, 1)
     return round_scale(amax / divisors, 8, dtype) * _signs(groups, amax)
 
 
 def _signs(groups: Tensor, amax: Tensor) -> Tensor:
-    """Return the sign of each group's scale: 1 where the tail of the negative values is at least as long."""
+    """Return the sign of each group's scale: 1 if its lowest value has the largest magnitude, else -1."""
     lowest = torch.empty_like(amax)
     for block, values in float32_blocks(groups):
         torch.amin(values, dim=-1, out=lowest[block])
@@ -147,9 +147,9 @@ def _signs(groups: Tensor, amax: Tensor) -> Tensor:
 
 
 def _best(groups: Tensor, candidates: Tensor, importance: Tensor | None = None) -> Tensor:
-    """Return for each group `[n, G, g]` that of the candidates `[tries, n, G]` with the smallest squared error.
+    """Return the candidate `[tries, n, G]` with the smallest squared error for each group `[n, G, g]`.
 
-    It is the first of equal ones; `importance` `[g]` weighs the squares of the errors.
+    The first of equal ones wins. `importance` `[g]` weighs the squared error of each column.
     """
     inverses, factors = reciprocal(candidates).unsqueeze(-1), candidates.float().unsqueeze(-1)
     errors = torch.empty_like(candidates, dtype=torch.float32)

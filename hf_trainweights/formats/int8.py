@@ -5,7 +5,7 @@
 | `qdata` | `[*, N, K]` | int8, -128 to 127 |
 | `scale` | `[*, N, G]`, G = 1 or K // group_size | the weight's dtype |
 
-`weight = qdata * scale`. The scale is the largest magnitude over 127: a search over clippings gains less than 0.1 dB.
+`weight = qdata * scale`. The scale is the largest magnitude over 127: a search for smaller ones gains less than 0.1 dB.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ class Int8(Format):
     """Symmetric int8 with one scale per row, or per group of `group_size` weights along K.
 
     Args:
-        group_size: Weights that share a scale; None for one scale a row. Where it does not divide K, the whole row
-            shares one.
-        activations: "int8" to round the other factor of a product to int8 too, one scale a token; None to leave it as
-            it is. Not with groups. It changes nothing that is stored.
+        group_size: Weights that share a scale. None means one scale a row, as does any K that it does not divide.
+        activations: "int8" to round the input of `F.linear` to int8 too, with one scale a token; None to leave the
+            input as it is. It cannot be combined with groups, and changes nothing that is stored.
 
     Raises:
         ConfigError: `group_size` is not a positive integer, or `activations` is not one of these.
@@ -49,7 +48,7 @@ class Int8(Format):
         return f"{super().__str__()} with {self.activations} activations" if self.activations else super().__str__()
 
     def get_config(self) -> dict[str, Any]:
-        """Return the JSON description, `activations` only where it is set: earlier versions do not know it."""
+        """Return the JSON description; `activations` only if it is set, because earlier versions do not read it."""
         config = super().get_config()
         return config if self.activations else {key: config[key] for key in config if key != "activations"}
 
@@ -67,7 +66,7 @@ class Int8(Format):
             )
 
     def fallback(self, shape: Sequence[int]) -> Format:
-        """Return one scale a row where the groups do not divide K."""
+        """Return this format, or int8 with one scale a row if the groups do not divide K."""
         fits = self.group_size is None or (shape[-1] > 0 and shape[-1] % self.group_size == 0)
         return self if fits else Int8()
 
@@ -84,7 +83,7 @@ class Int8(Format):
         round_to_int8(groups, amax, scale, out["qdata"].view(groups.shape))
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> Unpacked:
-        """Return codes and scales as they lie."""
+        """Return the stored codes and scales."""
         return Unpacked(tensors["qdata"], tensors["scale"], limits=(-128, 127))
 
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:

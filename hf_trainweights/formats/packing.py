@@ -1,7 +1,7 @@
 """Packing of sub-byte integers into int32 words: along K, least significant first, offset binary.
 
-The layout of compressed-tensors' `pack-quantized`: word j of a row holds codes 8j to 8j + 7, code 8j + i in bits 4i to
-4i + 3, each stored as code + 8.
+This is the layout of compressed-tensors' `pack-quantized`: word j of a row holds codes 8j to 8j + 7. Code 8j + i is in
+bits 4i to 4i + 3, stored as code + 8.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def pack_int4(codes: Tensor) -> Tensor:
         raise QuantizationError(
             "codes", "a multiple of 8 columns to pack", f"{codes.shape[-1]}", "Pad the rows or use int8."
         )
-    # Flat, because a view as wider words needs strides that even a contiguous tensor without columns does not have.
+    # Flat, because a tensor without columns, even a contiguous one, lacks the strides to be viewed as wider words.
     nibbles = codes.to(torch.int8, copy=True).flatten().add_(8)
-    # Two nibbles a pair of bytes: the low byte of `pairs | pairs >> 4` holds both.
+    # Each int16 holds two nibbles, one in each byte; the low byte of `pairs | pairs >> 4` holds both.
     pairs = nibbles.view(torch.int16)
     octets = (pairs >> 4).bitwise_or_(pairs).to(torch.int8)
     return octets.view(torch.int32).view(*codes.shape[:-1], codes.shape[-1] // CODES_PER_WORD)

@@ -1,4 +1,4 @@
-"""Packing of codes of 2 to 6 bits: for every 32 columns as many int32 words as a code has bits.
+"""Packing of codes of 2 to 6 bits: a group of 32 columns takes as many int32 words as a code has bits.
 
 A code is cut into planes of 4, 2 and 1 bits, the widest with the lowest bits first: 6 = 4 + 2, 5 = 4 + 1, 3 = 2 + 1.
 A plane of p bits takes p words, which is 4p bytes. Bits `p * i` up to `p * i + p - 1` of its byte j belong to column
@@ -16,7 +16,7 @@ from hf_trainweights.errors import QuantizationError
 from hf_trainweights.formats.unpacked import fields_of
 
 COLUMNS = 32
-"""Columns whose codes share their words."""
+"""The number of columns whose codes share words."""
 
 
 def pack_planes(codes: Tensor, bits: int) -> Tensor:
@@ -29,14 +29,14 @@ def pack_planes(codes: Tensor, bits: int) -> Tensor:
     *lead, K = codes.shape
     if K % COLUMNS:
         raise QuantizationError("codes", f"a multiple of {COLUMNS} columns to pack", f"{K}", "Use int8.")
-    # Flat, because a view as wider words needs strides that even a contiguous tensor without columns does not have.
+    # Flat, because a tensor without columns, even a contiguous one, lacks the strides to be viewed as wider words.
     words = codes.flatten().view(torch.int32).view(*lead, K // COLUMNS, COLUMNS // 4)
     packed = words.new_zeros(*lead, K // COLUMNS, bits)
     for plane, start, fields, mask in _planes(bits):
-        parts = words.unflatten(-1, (fields, plane))
+        columns = words.unflatten(-1, (fields, plane))
         for field in range(fields):
-            part = (parts[..., field, :] >> start).bitwise_and_(mask)
-            packed[..., start : start + plane].bitwise_or_(part.bitwise_left_shift_(plane * field))
+            bits_of_field = (columns[..., field, :] >> start).bitwise_and_(mask)
+            packed[..., start : start + plane].bitwise_or_(bits_of_field.bitwise_left_shift_(plane * field))
     return packed.flatten(-2)
 
 
@@ -46,29 +46,29 @@ def unpack_planes(packed: Tensor, bits: int) -> Tensor:
     words = packed.unflatten(-1, (count // bits, bits))
     codes = words.new_empty(*words.shape[:-1], COLUMNS // 4)
     for plane, start, fields, mask in _planes(bits):
-        parts = codes.unflatten(-1, (fields, plane))
+        columns = codes.unflatten(-1, (fields, plane))
         for field in range(fields):
-            part = (words[..., start : start + plane] >> plane * field).bitwise_and_(mask)
+            bits_of_field = (words[..., start : start + plane] >> plane * field).bitwise_and_(mask)
             if start:
-                parts[..., field, :].bitwise_or_(part.bitwise_left_shift_(start))
+                columns[..., field, :].bitwise_or_(bits_of_field.bitwise_left_shift_(start))
             else:
-                parts[..., field, :] = part
+                columns[..., field, :] = bits_of_field
     return codes.flatten().view(torch.uint8).view(*lead, count // bits * COLUMNS)
 
 
 def codes_of_planes(octets: Tensor, bits: int) -> Tensor:
-    """Return what `unpack_planes` does, from bytes to float32, by ops that every exporter of PyTorch writes."""
+    """Unpack as `unpack_planes` does, from bytes to float32, with ops that every exporter of PyTorch can write."""
     groups = octets.to(torch.float32).unflatten(-1, [octets.size(-1) // (4 * bits), 4 * bits])
     planes = []
     for plane, start, fields, _ in _planes(bits):
-        part = groups.narrow(-1, 4 * start, 4 * plane)
-        values = torch.cat([fields_of(part, plane * field, plane) for field in range(fields)], dim=-1)
+        plane_bytes = groups.narrow(-1, 4 * start, 4 * plane)
+        values = torch.cat([fields_of(plane_bytes, plane * field, plane) for field in range(fields)], dim=-1)
         planes.append(values * 2**start if start else values)
     return torch.flatten(sum(planes[1:], planes[0]), -2)
 
 
 def _planes(bits: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield each plane's bits, the first bit of a code and word of a group in it, its fields, and their mask."""
+    """Yield (bits, first bit in a code and word in a group, codes in a byte, mask of their lowest) of each plane."""
     start = 0
     for plane in (4, 2, 1):
         if bits & plane:

@@ -7,8 +7,8 @@
 | `group_scale` | `[*, N, K // group_size // 2]` | uint8, two groups a byte, the first in the low bits |
 | `zero_point` | likewise | likewise |
 
-`weight = (code * code_units - zero_point * zero_units) * (group_scale + 1) * scale`. The units are whole numbers that
-spread the 16 zero points over all codes, so that every factor but `scale` is a small integer.
+`weight = (code * code_units - zero_point * zero_units) * (group_scale + 1) * scale`. The two units (`uint_search.Grid`)
+are whole numbers that spread the 16 zero points over all codes, so that every factor but `scale` is a small integer.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class UInt(Format):
 
     @property
     def column_step(self) -> int:
-        """Two groups, whose parameters share a byte."""
+        """The columns of two groups, whose group scales share a byte."""
         return 2 * self.group_size
 
     def fallback(self, shape: Sequence[int]) -> Format:
-        """Return groups of 16 where 64 does not divide K but 32 does, else int8 with one scale a row."""
+        """Return this format if two groups divide K, else groups of 16 if 32 does, else int8 with one scale a row."""
         *_, N, K = shape
         sizes = (self.group_size, GROUP_SIZES[0])
         fitting = (size for size in sizes if N > 1 and K > 1 and K % COLUMNS == 0 and K % (2 * size) == 0)
@@ -72,7 +72,7 @@ class UInt(Format):
         return Int8() if size is None else type(self)(size)
 
     def tensor_specs(self, shape: Sequence[int], scale_dtype: torch.dtype) -> Specs:
-        """Return words of codes, a scale for each row, and bytes of two groups each."""
+        """Return words of codes, a scale for each row, and two tensors of one byte for each two groups."""
         *lead, K = shape
         pairs = ((*lead, K // self.group_size // 2), torch.uint8)
         return {
@@ -87,7 +87,7 @@ class UInt(Format):
         return (*qdata.shape[:-1], qdata.shape[-1] // self.grid.bits * COLUMNS)
 
     def quantize_rows(self, rows: Tensor, amax: Tensor, out: Mapping[str, Tensor]) -> None:
-        """Fill codes for the group scales and zero points that `uint_search` finds."""
+        """Search the group scales and zero points, and fill the codes for them."""
         del amax
         for block, values in float32_blocks(rows):
             groups, ends = side_by_side(values, self.group_size)
@@ -100,7 +100,7 @@ class UInt(Format):
             out["zero_point"][block].copy_(_pack_pairs(zeros.view(len(values), -1)))
 
     def columns(self, weight: Tensor, importance: Tensor) -> ColumnCodes:
-        """Return what chooses codes column by column, with the row scales that `quantize_rows` gives the weight."""
+        """Return an object that chooses codes column by column, with the row scales of `quantize_rows`."""
         return _Columns(self, weight, importance)
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> Unpacked:
@@ -112,7 +112,7 @@ class UInt(Format):
         return Unpacked(codes, scale, limits, unit=grid.code_units, zeros=zeros * grid.zero_units)
 
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
-        """Return what codes and zero points differ by, times the scale of the group."""
+        """Return the difference of code and zero point, in units, times the scale of the group."""
         del K
         codes = unpack_planes(tensors["qdata"], self.grid.bits).view(torch.int8).mul_(self.grid.code_units)
         zeros = unpack_pairs(tensors["zero_point"]).mul_(self.grid.zero_units)
@@ -162,7 +162,7 @@ class UInt6(UInt):
 
 
 class _Columns(ColumnCodes):
-    """The codes, group scales and zero points of one weight; group scales and zero points are `[G, N]`."""
+    """Chooses the codes, group scales and zero points of one weight; group scales and zero points are `[G, N]`."""
 
     def __init__(self, form: UInt, weight: Tensor, importance: Tensor):
         N, K = weight.shape
@@ -177,7 +177,7 @@ class _Columns(ColumnCodes):
         self._codes = weight.new_empty((K, N), dtype=torch.uint8)
 
     def begin_group(self, group: int, values: Tensor) -> None:
-        """Choose the group scale and the zero point of the smallest squared error."""
+        """Choose the group scale and the zero point with the smallest squared error."""
         groups, first = values * self._inverse, group * len(values)
         importance = self._importance[first : first + len(values)]
         self._steps[group], self._zeros[group] = search(self._grid, groups, ends_of(groups), importance)
@@ -201,11 +201,11 @@ class _Columns(ColumnCodes):
 
 
 def _pack_pairs(values: Tensor) -> Tensor:
-    """Return float values 0 to 15, `[n, G]`, two to a byte, the first in the low bits."""
+    """Pack float values 0 to 15, `[n, G]`, two to a byte, the first in the low bits."""
     low, high = values.to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
     return high.bitwise_left_shift(4).bitwise_or_(low)
 
 
 def unpack_pairs(pairs: Tensor) -> Tensor:
-    """Return the numbers of two groups a byte, uint8 `[*, G // 2]`, as int8 `[*, G]`."""
+    """Unpack bytes of two numbers, uint8 `[*, G // 2]`, to int8 `[*, G]`."""
     return torch.stack((pairs & (PARAMETERS - 1), pairs >> 4), dim=-1).flatten(-2).view(torch.int8)

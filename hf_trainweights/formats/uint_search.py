@@ -1,6 +1,6 @@
-"""The group scales and zero points of `uint`, those of 16 each with the smallest squared error, and the codes for them.
+"""The search for the group scale and zero point of each group in `uint`, 16 of each, and the codes for them.
 
-Tensors are `[group_size, n]`: the weights of one group lie below each other, n groups side by side.
+It looks for the smallest squared error. Tensors are `[group_size, n]`: each column is one of n groups.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from hf_trainweights.formats.compiled_search import encode_uint, lay_side_by_sid
 from hf_trainweights.formats.planes import COLUMNS, pack_planes
 
 PARAMETERS = 16
-"""How many group scales there are, and how many zero points."""
+"""The number of group scales, which is also the number of zero points."""
 
 
 class Grid(NamedTuple):
-    """What the codes of one number of bits stand for.
+    """The values of codes and zero points for one number of bits, and the first group scales to try.
 
     Args:
         bits: Bits of a code.
-        code_units: What one code is more than the one before it, in group scales.
-        zero_units: What one zero point is more than the one before it, in group scales.
-        clippings: Which parts of a group's range the codes may cover, for the first tries of a group scale.
+        code_units: The distance of two neighbouring codes, as a multiple of the group scale.
+        zero_units: The distance of two neighbouring zero points, as a multiple of the group scale.
+        clippings: Shares of a group's range. The search first tries the group scales whose codes cover these shares.
     """
 
     bits: int
@@ -40,29 +40,29 @@ class Grid(NamedTuple):
 
     @property
     def units(self) -> tuple[int, int, int]:
-        """What the functions in C get of a grid."""
+        """The numbers of a grid that the functions in C take."""
         return self.bits, self.code_units, self.zero_units
 
 
 def side_by_side(values: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Return float32 values as groups `[group_size, n]`, in new memory, and `ends` of each: `[2, n]`."""
+    """Return float32 values as groups `[group_size, n]`, in new memory, and the `ends_of` these groups, `[2, n]`."""
     if serves(values):
         return lay_side_by_side(values, group_size)
-    # What is computed of each group is then one operation on whole vectors.
+    # The groups become columns, so that a computation for all groups is one operation on whole vectors.
     groups = values.view(-1, group_size).t().contiguous()
     return groups, ends_of(groups)
 
 
 def ends_of(groups: Tensor) -> Tensor:
-    """Return the least value of each group or 0, and the largest or 0: `[2, n]`."""
+    """Return the ends of each group `[2, n]`: its least value, at most 0, and its largest, at least 0."""
     return torch.stack((groups.amin(dim=0).clamp_max_(0), groups.amax(dim=0).clamp_min_(0)))
 
 
 def row_scale(grid: Grid, ends: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the scale `[rows, 1]` of each row: the largest group scale, 16 times as large, covers every group.
+    """Return the scale `[rows, 1]` of each row, such that the largest group scale, 16 times it, covers every group.
 
-    It is a number of two bits, 1 or 1.5 times a power of two, so that few bits hold what it is multiplied with. `ends`
-    `[2, rows, G]` is the least value of each group or 0, and the largest or 0.
+    A scale has two significant bits, is 1 or 1.5 times a power of two, so that its multiples have few bits. `ends`
+    `[2, rows, G]` are those of `ends_of`.
     """
     low, high = ends / (grid.largest_code * grid.code_units)
     wanted = (high - low).amax(dim=-1, keepdim=True) / PARAMETERS
@@ -72,11 +72,11 @@ def row_scale(grid: Grid, ends: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def search(grid: Grid, groups: Tensor, ends: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the group scales and zero points of the smallest squared error among those that are tried.
+    """Return the group scales and zero points with the smallest squared error among those tried.
 
-    First each clipping, with the codes about the middle of the range; then the group scales next to the best of these;
-    then the zero points next to the best. `ends` `[2, n]` is the least value of each group or 0, and the largest or 0,
-    in units of the row's scale as `groups` are; `importance` `[group_size]` weighs the squares of the errors.
+    The search tries each clipping, with the codes centred on the middle of the range. Then it tries the two group
+    scales next to the best one, then the two zero points next to the best one. `groups` and `ends` `[2, n]` are in
+    units of the row's scale. `importance` `[group_size]` weighs the squared error of each weight of a group.
     """
     low, high = ends
     covering, middle = (high - low) / (grid.largest_code * grid.code_units), (high + low) / 2
@@ -96,7 +96,7 @@ def search(grid: Grid, groups: Tensor, ends: Tensor, importance: Tensor | None =
 
 
 class _Best:
-    """The best group scales and zero points so far, the first of equal ones."""
+    """The best group scales and zero points so far; the first of equal ones wins."""
 
     def __init__(self, grid: Grid, groups: Tensor, importance: Tensor | None):
         self._grid, self._groups = grid, groups
@@ -106,14 +106,14 @@ class _Best:
         self._error = groups.new_full(self.scale.shape, torch.inf)
 
     def try_scale(self, wanted: Tensor, middle: Tensor) -> None:
-        """Try group scales with the codes about `middle`."""
+        """Try group scales, with the zero points that centre the codes on `middle`."""
         grid = self._grid
         scale = wanted.round().clamp_(1, PARAMETERS)
         below = grid.largest_code / 2 - middle / (scale * grid.code_units)
         self.try_zero(scale, (below * (grid.code_units / grid.zero_units)).round_().clamp_(0, PARAMETERS - 1))
 
     def try_zero(self, scale: Tensor, zero: Tensor) -> None:
-        """Try group scales and zero points; keep those of a smaller squared error."""
+        """Try group scales and zero points; keep them for the groups in which they lower the squared error."""
         exact = _steps(self._grid, self._groups, scale, zero, self._exact)
         rounded = torch.round(exact, out=self._rounded).clamp_(0, self._grid.largest_code)
         squares = exact.sub_(rounded).square_()
@@ -124,7 +124,7 @@ class _Best:
 
 
 def encode_packed(grid: Grid, groups: Tensor, scale: Tensor, zero: Tensor, limit: Tensor) -> Tensor:
-    """Return the codes that `encode` gives, packed: int32 `[n * group_size // 32, bits]`."""
+    """Return the codes of `encode`, packed: int32 `[n * group_size // 32, bits]`."""
     if serves(groups) and not _may_overflow(grid, scale, limit):
         return encode_uint(groups, scale, zero, grid.units)
     codes = encode(grid, groups, scale, zero, limit).to(torch.uint8).t().contiguous()
@@ -139,7 +139,7 @@ def encode(grid: Grid, groups: Tensor, scale: Tensor, zero: Tensor, limit: Tenso
     codes = _steps(grid, groups, scale, zero, torch.empty_like(groups)).round_()
     if not _may_overflow(grid, scale, limit):
         return codes.clamp_(0, grid.largest_code)
-    # Near the end of the dtype's range, codes beyond it would come back as infinities.
+    # Codes beyond the dtype's range would be dequantized to infinities.
     reach, start = (limit / scale).floor_(), zero * grid.zero_units
     lowest = ((start - reach) / grid.code_units).ceil_().clamp_min_(0)
     highest = ((start + reach) / grid.code_units).floor_().clamp_max_(grid.largest_code)
@@ -152,6 +152,6 @@ def _may_overflow(grid: Grid, scale: Tensor, limit: Tensor) -> bool:
 
 
 def _steps(grid: Grid, groups: Tensor, scale: Tensor, zero: Tensor, out: Tensor) -> Tensor:
-    """Return the codes as exact numbers in `out`, not rounded and not clamped."""
+    """Fill `out` with the codes as exact numbers, neither rounded nor clamped, and return it."""
     steps = torch.mul(groups, (scale * grid.code_units).reciprocal_(), out=out)
     return steps.add_(zero * (grid.zero_units / grid.code_units))

@@ -1,4 +1,4 @@
-"""A quantized weight taken apart by ops that every exporter of PyTorch writes: what `Format.unpack` returns."""
+"""The result of `Format.unpack`: a weight's codes, scales and zeros, by ops that every exporter of PyTorch writes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Unpacked:
-    """A weight as numbers times scales, `(numbers - zeros) * factors * scale`, each group of a row with its own.
+    """A weight as `(numbers - zeros) * factors * scale`, with zeros, factors and scales for each group of a row.
 
     Args:
-        codes: As they are stored, one for each weight, `[*, N, K]`, any dtype.
-        scale: `[*, N, G]`, or `[*, N, 1]` for whole rows.
-        limits: The smallest and the largest number; None where numbers are not whole.
-        unit: What codes count.
-        table: Float32; the number that each code stands for. None where that is the code times `unit`.
-        zeros: `[*, N, G]`, any dtype; None for none. Numbers and zeros are at least 0 then.
-        factors: Float32 `[*, N, G]`, whose products with numbers are exact; None for none.
+        codes: The unpacked codes, one for each weight, `[*, N, K]`, any dtype.
+        scale: `[*, N, G]`, or `[*, N, 1]` for one scale a row.
+        limits: The smallest and the largest number; None if numbers are not integers.
+        unit: The number that code 1 stands for, if there is no table.
+        table: The number that each code stands for, float32; None if that is the code times `unit`.
+        zeros: `[*, N, G]`, any dtype, or None. If there are zeros, they and the numbers are at least 0.
+        factors: Float32 `[*, N, G]`, or None. A factor times a number is exact.
     """
 
     codes: Tensor
@@ -52,7 +52,7 @@ class Unpacked:
     def weight(self) -> Tensor:
         """Return the weight in float32 `[*, N, K]`, each value rounded as `Format.dequantize_rows` does."""
         numbers, scale = self.numbers(), self.scale.to(torch.float32).unsqueeze(-1)
-        groups = next(each for each in (self.factors, self.zeros, self.scale) if each is not None).size(-1)
+        groups = next(tensor for tensor in (self.factors, self.zeros, self.scale) if tensor is not None).size(-1)
         values = numbers.unflatten(-1, [groups, numbers.size(-1) // groups])
         if self.zeros is not None:
             values = values - self.zeros.to(torch.float32).unsqueeze(-1)
@@ -67,7 +67,7 @@ def look_up(table: Tensor, codes: Tensor) -> Tensor:
 
 
 def octets_of(words: Tensor) -> Tensor:
-    """Return int32 words `[*, n]` as bytes `[*, 4 * n]` of the same memory, and bytes as they are."""
+    """Return int32 words `[*, n]` as bytes `[*, 4 * n]` of the same memory; bytes are returned unchanged."""
     if words.dtype == torch.uint8:
         return words
     # Flat, because a contiguous tensor without columns cannot be viewed as bytes.
@@ -75,7 +75,7 @@ def octets_of(words: Tensor) -> Tensor:
 
 
 def fields_of(numbers: Tensor, start: int, bits: int, width: int = 8) -> Tensor:
-    """Return some bits of whole float32 numbers, by arithmetic: of shifts, ONNX's exporter returns other dtypes."""
+    """Return `bits` bits from `start` on of float32 integers, without shifts, whose dtypes ONNX's exporter changes."""
     fields = torch.floor(numbers * 2.0**-start) if start else numbers
     return fields if start + bits == width else fields - 2.0**bits * torch.floor(fields * 2.0**-bits)
 

@@ -1,14 +1,14 @@
-// Words <-> planes of their bytes of equal significance, lowest first; byte_planes.py says what for.
+// Words to planes of their bytes, lowest bytes first, and back; byte_planes.py describes words and planes.
 #include <string.h>
 
 #include "../../formats/native/clones.h"
 
 int abi(void) { return 3; }
 
-// Words that stay in the nearest cache while their planes are filled one after the other.
+// The number of words that stay in the nearest cache while their planes are filled one after the other.
 #define BLOCK 4096
 
-// Fill the planes, which lie `stride` bytes apart, with the bytes of the words, or of the words rotated left by one bit.
+// Fill the planes, which lie `stride` bytes apart, with the bytes of words, or of words rotated left by one bit.
 #define SPLIT(BYTES, WORD)                                                                                           \
     CLONES void split_##BYTES(const WORD *words, int64_t count, int is_rotated, uint8_t *planes, int64_t stride) {   \
         for (int64_t start = 0; start < count; start += BLOCK) {                                                     \
@@ -38,7 +38,7 @@ static inline uint32_t word_4(const uint8_t *const *planes, int64_t i) {
     return planes[0][i] | (uint32_t)planes[1][i] << 8 | (uint32_t)planes[2][i] << 16 | (uint32_t)planes[3][i] << 24;
 }
 
-// Undo it; if the words were rotated left by one bit, undo that as well.
+// Fill words from planes, the inverse of split; if the words were rotated left by one bit, rotate them back.
 #define JOIN(BYTES, WORD)                                                                                        \
     CLONES void join_##BYTES(const uint8_t *const *planes, int64_t count, int is_rotated, WORD *restrict words) { \
         const uint8_t *local[BYTES];                                                                             \
@@ -55,9 +55,9 @@ static inline uint32_t word_4(const uint8_t *const *planes, int64_t i) {
 JOIN(2, uint16_t)
 JOIN(4, uint32_t)
 
-// Differences of words to others, wrapping, are small numbers: 0, -1, 1, -2, ... are 0, 1, 2, 3, ... `add` makes words of
-// them; `subtract_sums` makes them, of a matrix to the sums of a number of the row and one of the column, and `add_sums`
-// undoes that. There 0 stays 0, and the numbers begin at 1.
+// A zigzag code stands for the difference of two words, modulo the word size: 0, 1, 2, 3, ... for 0, -1, 1, -2, ...
+// `add` adds differences to the words `near`. `subtract_sums` codes words [R, C] less the sum of a number of the row
+// and one of the column; its code is 0 for the word 0, else the zigzag code plus 1. `add_sums` undoes it.
 #define DIFFERENCES(BYTES, WORD)                                                                                      \
     static inline WORD zigzag_##BYTES(WORD change) {                                                                  \
         return (WORD)((WORD)(change << 1) ^ (WORD)-(change >> (8 * BYTES - 1)));                                      \

@@ -1,16 +1,16 @@
-// What both searches share: many groups side by side, so that what is computed of each is a vector of them.
+// The loops that both searches share. Groups are columns, so that one vector instruction computes for many groups.
 //
-// The functions do what PyTorch's ops do in uint_search.py and codebook4.py, to the last bit: each operation is rounded
-// once, and the squares of a group are added by halves.
+// The functions compute what PyTorch's ops compute in uint_search.py and codebook4.py, to the last bit: each operation
+// is rounded once, and the squares of a group are added by halves.
 #pragma once
 #include <math.h>
 #include <string.h>
 
 #include "clones.h"
 
-enum { WIDTH = 64, MOST = 32 };
+enum { WIDTH = 64, MOST = 32 };  // groups in a block, and the most weights of a group
 
-// A loop that is compiled for several kinds of CPU cannot have threads of its own: each of these calls such a function.
+// Runs `call` for each block of groups, on several threads, which a function of CLONES could not start by itself.
 #define FOR_EACH_BLOCK(n, call)                                 \
   _Pragma("omp parallel for if (n > 4 * WIDTH)")                \
   for (int64_t start = 0; start < (n); start += WIDTH) {        \
@@ -25,7 +25,7 @@ INLINE float clamp(float x, float low, float high) {
   return x > high ? high : x;
 }
 
-// Copies `width` groups of [size, n], from `start` on, and fills up with zeros.
+// Copies the columns `start` to `start + width` of groups [size, n] into a block, and fills the block up with zeros.
 INLINE void take(float (*block)[WIDTH], const float *groups, int64_t size, int64_t n, int64_t start, int64_t width) {
   for (int64_t k = 0; k < size; k++) {
     memset(block[k], 0, sizeof block[k]);
@@ -33,7 +33,7 @@ INLINE void take(float (*block)[WIDTH], const float *groups, int64_t size, int64
   }
 }
 
-// Leaves the sum of each group in the first row.
+// Adds the squares of each group by halves, and leaves the sum in the first row.
 INLINE void add_up(float (*squares)[WIDTH], int64_t size) {
   for (int64_t half = size / 2; half; half /= 2)
     for (int64_t k = 0; k < half; k++)

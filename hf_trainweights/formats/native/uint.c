@@ -1,10 +1,10 @@
-// The group scales and zero points of uint: uint_search.py says what is tried.
+// The search for the group scale and zero point of each group of uint; `search` in uint_search.py is its twin.
 #include "search.h"
 
 enum { PARAMETERS = 16 };
 
 typedef struct {
-  float largest_code, code_units, codes_of_zero, zeros_of_code;
+  float largest_code, code_units, codes_of_zero, zeros_of_code;  // the last two: zero_units / code_units, its inverse
   const float *importance;  // of each weight of a group, or NULL
 } grid;
 
@@ -13,7 +13,7 @@ typedef struct {
 } best;
 
 INLINE void try_zero(const grid *g, float (*groups)[WIDTH], int64_t size, const float *scale, const float *zero,
-                     best *kept) {
+                     best *so_far) {
   float squares[MOST][WIDTH], inverse[WIDTH], start[WIDTH];
   for (int i = 0; i < WIDTH; i++) {
     inverse[i] = 1 / (scale[i] * g->code_units);
@@ -23,50 +23,50 @@ INLINE void try_zero(const grid *g, float (*groups)[WIDTH], int64_t size, const 
     const float weight = g->importance ? g->importance[k] : 1;
     for (int i = 0; i < WIDTH; i++) {
       const float exact = groups[k][i] * inverse[i] + start[i];
-      const float off = exact - clamp(rintf(exact), 0, g->largest_code);
-      squares[k][i] = off * off * weight;
+      const float error = exact - clamp(rintf(exact), 0, g->largest_code);
+      squares[k][i] = error * error * weight;
     }
   }
   add_up(squares, size);
   for (int i = 0; i < WIDTH; i++) {
     const float error = squares[0][i] * (scale[i] * scale[i]);
-    const int better = error < kept->error[i];
-    kept->error[i] = better ? error : kept->error[i];
-    kept->scale[i] = better ? scale[i] : kept->scale[i];
-    kept->zero[i] = better ? zero[i] : kept->zero[i];
+    const int better = error < so_far->error[i];
+    so_far->error[i] = better ? error : so_far->error[i];
+    so_far->scale[i] = better ? scale[i] : so_far->scale[i];
+    so_far->zero[i] = better ? zero[i] : so_far->zero[i];
   }
 }
 
 INLINE void try_scale(const grid *g, float (*groups)[WIDTH], int64_t size, const float *wanted, const float *middle,
-                      best *kept) {
+                      best *so_far) {
   float scale[WIDTH], zero[WIDTH];
   for (int i = 0; i < WIDTH; i++) {
     scale[i] = clamp(rintf(wanted[i]), 1, PARAMETERS);
     const float below = g->largest_code / 2 - middle[i] / (scale[i] * g->code_units);
     zero[i] = clamp(rintf(below * g->zeros_of_code), 0, PARAMETERS - 1);
   }
-  try_zero(g, groups, size, scale, zero, kept);
+  try_zero(g, groups, size, scale, zero, so_far);
 }
 
 INLINE void try_all(const grid *g, float (*groups)[WIDTH], int64_t size, const float *covering, const float *middle,
-                    const float *clippings, int64_t count, best *kept) {
-  float wanted[WIDTH], from[WIDTH];
-  for (int i = 0; i < WIDTH; i++) kept->error[i] = INFINITY, kept->scale[i] = kept->zero[i] = 0;
+                    const float *clippings, int64_t count, best *so_far) {
+  float tried[WIDTH], centre[WIDTH];
+  for (int i = 0; i < WIDTH; i++) so_far->error[i] = INFINITY, so_far->scale[i] = so_far->zero[i] = 0;
   for (int64_t c = 0; c < count; c++) {
-    for (int i = 0; i < WIDTH; i++) wanted[i] = covering[i] * clippings[c];
-    try_scale(g, groups, size, wanted, middle, kept);
+    for (int i = 0; i < WIDTH; i++) tried[i] = covering[i] * clippings[c];
+    try_scale(g, groups, size, tried, middle, so_far);
   }
-  memcpy(from, kept->scale, sizeof from);
+  memcpy(centre, so_far->scale, sizeof centre);
   for (int step = -1; step <= 1; step += 2) {
-    for (int i = 0; i < WIDTH; i++) wanted[i] = from[i] + step;
-    try_scale(g, groups, size, wanted, middle, kept);
+    for (int i = 0; i < WIDTH; i++) tried[i] = centre[i] + step;
+    try_scale(g, groups, size, tried, middle, so_far);
   }
   float scale[WIDTH];
-  memcpy(scale, kept->scale, sizeof scale);
-  memcpy(from, kept->zero, sizeof from);
+  memcpy(scale, so_far->scale, sizeof scale);
+  memcpy(centre, so_far->zero, sizeof centre);
   for (int step = -1; step <= 1; step += 2) {
-    for (int i = 0; i < WIDTH; i++) wanted[i] = clamp(from[i] + step, 0, PARAMETERS - 1);
-    try_zero(g, groups, size, scale, wanted, kept);
+    for (int i = 0; i < WIDTH; i++) tried[i] = clamp(centre[i] + step, 0, PARAMETERS - 1);
+    try_zero(g, groups, size, scale, tried, so_far);
   }
 }
 
@@ -74,16 +74,17 @@ static CLONES void search_uint_block(const grid *g, const float *groups, int64_t
                                      int64_t width, const float *covering, const float *middle,
                                      const float *clippings, int64_t count, float *scale, float *zero) {
   float block[MOST][WIDTH], covered[1][WIDTH], middles[1][WIDTH];
-  best kept;
+  best so_far;
   take(block, groups, size, n, start, width);
   take(covered, covering, 1, n, start, width);
   take(middles, middle, 1, n, start, width);
-  try_all(g, block, size, covered[0], middles[0], clippings, count, &kept);
-  memcpy(scale + start, kept.scale, 4 * width);
-  memcpy(zero + start, kept.zero, 4 * width);
+  try_all(g, block, size, covered[0], middles[0], clippings, count, &so_far);
+  memcpy(scale + start, so_far.scale, 4 * width);
+  memcpy(zero + start, so_far.zero, 4 * width);
 }
 
 // groups [size, n], size a power of two of at most MOST; covering, middle, scale, zero [n].
+// covering: the group scale whose codes cover the range of a group; middle: the middle of that range.
 void search_uint(const float *groups, int64_t size, int64_t n, const float *covering, const float *middle,
                  const float *importance, int bits, float code_units, float zero_units, const float *clippings,
                  int64_t count, float *scale, float *zero) {
@@ -92,7 +93,7 @@ void search_uint(const float *groups, int64_t size, int64_t n, const float *cove
                                       zero))
 }
 
-// Writes the codes of groups, 0 to 2**bits - 1, as planes.py packs them, and those of 16 columns as if 16 zeros followed.
+// Packs the codes of groups, 0 to 2**bits - 1, as planes.py does; groups of 16 as if 16 zeros followed.
 INLINE void pack(const int32_t (*codes)[WIDTH], int64_t size, int bits, int32_t (*words)[WIDTH]) {
   int first = 0;
   memset(words, 0, bits * sizeof *words);
@@ -122,12 +123,12 @@ static CLONES void encode_uint_block(const grid *g, const float *groups, int64_t
     for (int i = 0; i < WIDTH; i++)
       codes[k][i] = (int32_t)clamp(rintf(block[k][i] * inverse[i] + first[i]), 0, g->largest_code);
   pack(codes, size, bits, words);
-  // A second group of 16 has the upper halves of the bytes.
-  const int64_t together = 32 / size;
-  for (int64_t i = 0; i < width; i += together)
+  // Two groups of 16 share 32 columns: the second has the upper halves of the bytes.
+  const int64_t groups_together = 32 / size;
+  for (int64_t i = 0; i < width; i += groups_together)
     for (int word = 0; word < bits; word++)
-      qdata[(start + i) / together * bits + word] =
-          words[word][i] | (together == 2 ? (int32_t)((uint32_t)words[word][i + 1] << 4) : 0);
+      qdata[(start + i) / groups_together * bits + word] =
+          words[word][i] | (groups_together == 2 ? (int32_t)((uint32_t)words[word][i + 1] << 4) : 0);
 }
 
 // groups [size, n], size 16 or 32, n even; scale and zero [n]; qdata [n * size / 32, bits].
