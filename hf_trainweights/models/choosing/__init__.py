@@ -1,1 +1,1 @@
-"""What a model is quantized to: the configuration, a format for each weight, and a summary of the choices."""
+"""Choices for a model: the configuration, a format for each weight, and a summary of both."""

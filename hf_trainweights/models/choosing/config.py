@@ -29,13 +29,13 @@ from hf_trainweights.models.choosing.config_values import (
 
 QUANT_METHOD = "trainweights"
 CONFIG_VERSION = 1
-# A file with coded tensors has this version: a package that does not know them says that it is too old.
+# The version of a model with coded tensors: a package that does not know these says that it is too old.
 CODED_VERSION = 2
 DEFAULT_FORMAT = "int8"
-# Keys that config.json has only where they are set: earlier versions do not know them.
+# Keys that config.json has only if they are set, because earlier versions do not know them.
 _ONLY_IF_SET = {"bits", "size", "plan", "column_scale", "compress", "calibration_sha256", "for_target"}
 
-# The formats that come with the package, which editors complete, or one that was registered.
+# The name of a format of the package, which editors complete, or of a registered one.
 FormatName = Literal["int8", "int4", "float8_e4m3", "coded"] | str
 
 
@@ -58,17 +58,17 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         column_scale: Whether each input column has a factor of its own, chosen so that the columns of a group are of
             one size. It costs 16 bits a column, and a multiplication of the input in each product.
         bits: Bits per weight to choose formats for, scales included, in place of `format`: each weight gets the format
-            by which the model loses least. The mean over the quantized weights is at most this, those counted that
-            `overrides` and `modules_to_not_convert` except. With format "coded" they are the bits of a weight in a
-            file, from 2 to 8, 4 if it is None.
+            by which the model loses least. The mean is at most this, and counts the weights that `overrides` and
+            `modules_to_not_convert` except too. For format "coded" it is the bits of a weight in a file, from 2 to 8,
+            4 if it is None.
         size: Bytes to choose formats for, in place of `format`, as a number or a text such as `"1.2GB"` or `"900MiB"`:
             the weight files that `save_pretrained` writes take at most this, float weights and headers included.
         plan: The formats that were chosen for `bits` or `size`, by the weights' full names. It is set when a model is
             quantized and saved in config.json; with it, nothing is chosen again.
         base_model: Hub id of the float model; a model that is loaded from the Hub by this configuration has it in its
             own copy, so that cards of later saves can name it.
-        calibration_sha256: Of the inputs that the codes were chosen with. It is set when a model is quantized with
-            calibration and saved in config.json, for the record.
+        calibration_sha256: Digest of the inputs that the codes were chosen with. It is set when a model is quantized
+            with calibration and saved in config.json, for the record.
         for_target: With `bits` or `size`, "gguf" or "compressed-tensors" to choose among the formats that this export
             can hold. Other exports hold every format.
         version: Version of this configuration's layout.
@@ -78,12 +78,12 @@ class TrainWeightsConfig(QuantizationConfigMixin):
 
     A selector is the full name of a module or parameter (`lm_head`), or whole parts of such names (`down_proj`,
     `layers.0`, `mlp.down_proj`), or `re:` and a regular expression for a full name. A module is selected with all that
-    it holds. Of several overrides the most exact wins: a full name before parts of one, parts before an expression;
-    among these a parameter before a module, then more parts before fewer, then the first. A selector that selects
-    nothing in the model to be quantized is an error.
+    it holds. If several overrides select a weight, the most exact wins: a full name before parts of one, parts before
+    an expression; among these a parameter before a module, then more parts before fewer, then the first. A selector
+    that selects nothing in the model to be quantized is an error.
 
     Raises:
-        ConfigError: A value is not allowed, and the message lists those that are; or there is no such argument.
+        ConfigError: A value is not allowed, and the message lists the allowed ones; or there is no such argument.
 
     Examples:
         >>> config = TrainWeightsConfig("int4", group_size=32, overrides={"re:.*down_proj": "int8", "lm_head": None})
@@ -114,8 +114,8 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         **unknown: Never,
     ):
         for name, value in unknown.items():
-            known = _known_keys()
-            raise ConfigError(name, f"one of {', '.join(known)}", repr(value), right_argument(name, value, known))
+            names = _argument_names()
+            raise ConfigError(name, f"one of {', '.join(names)}", repr(value), right_argument(name, value, names))
         if quant_method != QUANT_METHOD:
             raise ConfigError("quant_method", repr(QUANT_METHOD), repr(quant_method), "Use that method's own class.")
         self.quant_method = quant_method  # type: ignore[assignment]
@@ -134,7 +134,7 @@ class TrainWeightsConfig(QuantizationConfigMixin):
                 format=format, group_size=group_size, activations=activations, column_scale=column_scale or None
             )
         else:
-            # A weight that names no format in a file has this one, so a model with a plan needs it too.
+            # A weight without a format of its own in a file has this one, so a configuration with a plan needs it too.
             self.format = DEFAULT_FORMAT if format is None else format
             chosen = self.default_format.get_config()
             self.group_size, self.bits = chosen.get("group_size"), chosen.get("bits", bits)
@@ -148,13 +148,12 @@ class TrainWeightsConfig(QuantizationConfigMixin):
                 raise ConfigError(name, "True or False", repr(value), "Pass one of these.")
         self.include_embeddings, self.compress = include_embeddings, compress
         if not isinstance(calibration_sha256, str | None):
-            expected, found = "a digest or None", repr(calibration_sha256)
-            raise ConfigError("calibration_sha256", expected, found, "Leave it out.")
+            raise ConfigError("calibration_sha256", "a digest or None", repr(calibration_sha256), "Leave it out.")
         self.calibration_sha256 = calibration_sha256
         self.version = self._needed_version()
 
     def _needed_version(self) -> int:
-        """Return the lowest version of the layout that has all that this configuration says."""
+        """Return the lowest version of the layout that can hold this configuration."""
         formats = [self.default_format, *map(format_of, (self.overrides or {}).values())]
         coded = self.compress or any(form is not None and form.is_coded_in_files for form in formats)
         return CODED_VERSION if coded else CONFIG_VERSION
@@ -171,7 +170,7 @@ class TrainWeightsConfig(QuantizationConfigMixin):
             kwargs: As for Transformers: values that replace those of the dict, and `return_unused_kwargs`.
 
         Returns:
-            The configuration; with `return_unused_kwargs=True` also a dict of the `kwargs` that it does not have.
+            The configuration; if `return_unused_kwargs=True`, also a dict of the `kwargs` that are no arguments of it.
 
         Raises:
             ConfigError: A value is not allowed.
@@ -180,13 +179,13 @@ class TrainWeightsConfig(QuantizationConfigMixin):
             >>> TrainWeightsConfig.from_dict({"format": "int4", "group_size": 32}).default_format
             Int4(group_size=32)
         """
-        known = {key: value for key, value in config_dict.items() if key in _known_keys()}
+        arguments = {key: value for key, value in config_dict.items() if key in _argument_names()}
         try:
-            result = super().from_dict(known, **kwargs)
+            result = super().from_dict(arguments, **kwargs)
             config: Any = result[0] if isinstance(result, tuple) else result
             config.overrides = in_order(config.overrides, config_dict.get(OVERRIDE_ORDER))
-            for key in config_dict.keys() - known.keys() - {OVERRIDE_ORDER}:
-                check_unknown(key, config_dict[key], _known_keys(), hasattr(cls, key))
+            for key in config_dict.keys() - arguments.keys() - {OVERRIDE_ORDER}:
+                check_unknown(key, config_dict[key], _argument_names(), hasattr(cls, key))
                 setattr(config, key, config_dict[key])
         except ConfigError as error:
             where = f"quantization_config (in config.json, or passed as a dict): {error.where}"
@@ -213,12 +212,12 @@ class TrainWeightsConfig(QuantizationConfigMixin):
             return cls(config)
         if isinstance(config, Mapping):
             return cls.from_dict(config)
-        expected, found = "a TrainWeightsConfig or the name of a format", type(config).__name__
-        raise ConfigError("config", expected, found, 'Write TrainWeightsConfig("int8"), or "int8".')
+        expected = "a TrainWeightsConfig or the name of a format"
+        raise ConfigError("config", expected, type(config).__name__, 'Write TrainWeightsConfig("int8"), or "int8".')
 
     @property
     def budget(self) -> Budget | None:
-        """What the weights may take, if formats are chosen for that; None if the user names the format."""
+        """The limit of bits or bytes that formats are chosen for; None if the user names the format."""
         bits = None if self.format is not None and "bits" in parameters_of(self.format) else self.bits
         return Budget.of(bits, self.size)
 
@@ -228,7 +227,7 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         return self.budget is not None and self.plan is None
 
     def but(self, **values: Any) -> TrainWeightsConfig:
-        """Return this configuration with other values, which are not checked; it stays as it is itself.
+        """Return a copy of this configuration with other values, which are not checked.
 
         Args:
             values: Arguments of a configuration.
@@ -247,19 +246,19 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         Raises:
             ConfigError: A key is unknown: another version's, or misspelt.
         """
-        unknown = sorted(vars(self).keys() - _known_keys())
+        names = _argument_names()
+        unknown = sorted(vars(self).keys() - names)
         if unknown:
-            known = _known_keys()
-            next_step = right_argument(unknown[0], vars(self)[unknown[0]], known)
-            raise ConfigError("quantization_config", f"keys among {', '.join(known)}", ", ".join(unknown), next_step)
+            next_step = right_argument(unknown[0], vars(self)[unknown[0]], names)
+            raise ConfigError("quantization_config", f"keys among {', '.join(names)}", ", ".join(unknown), next_step)
 
     @property
     def default_format(self) -> Format:
         """The format of every weight that no override names."""
         name = self.format or DEFAULT_FORMAT
-        # Without a parameter of that name `bits` is what the plan was made for.
-        known = ("group_size", "activations", "column_scale", *(["bits"] if "bits" in parameters_of(name) else []))
-        values = {parameter: getattr(self, parameter) for parameter in known}
+        # If the format has no parameter `bits`, these are the budget that the plan was made for.
+        parameters = ("group_size", "activations", "column_scale", *(["bits"] if "bits" in parameters_of(name) else []))
+        values = {parameter: getattr(self, parameter) for parameter in parameters}
         return get_format({"format": name, **{key: value for key, value in values.items() if value is not None}})
 
     def format_for(
@@ -269,7 +268,7 @@ class TrainWeightsConfig(QuantizationConfigMixin):
 
         Args:
             names: The names of the weight: its module's and its own, under each of its ties.
-            selected: Each override's key to the names that it selects, where these are known for all weights already.
+            selected: The names that each override's key selects, if the caller knows them for all weights already.
 
         Returns:
             The format, or None to leave the weight alone; and True if an override says so.
@@ -288,8 +287,8 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         """Return the configuration as JSON values, as config.json holds it.
 
         Returns:
-            A new dict that shares nothing with this object. JSON files sort its keys, so it names the order of the
-            overrides where that is another.
+            A new dict that shares nothing with this object. JSON files sort its keys, so the dict names the order of
+            the overrides if that is not the sorted one.
         """
         saved = copy.deepcopy(self.__dict__)
         values = {key: value for key, value in saved.items() if key not in _ONLY_IF_SET or value not in (None, False)}
@@ -302,5 +301,5 @@ class TrainWeightsConfig(QuantizationConfigMixin):
     __hash__ = None  # type: ignore[assignment]
 
 
-def _known_keys() -> list[str]:
+def _argument_names() -> list[str]:
     return [name for name in inspect.signature(TrainWeightsConfig).parameters if name != "unknown"]

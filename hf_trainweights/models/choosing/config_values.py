@@ -1,6 +1,6 @@
-"""The values of a TrainWeightsConfig: a limit of bits or bytes, overrides, what stays in float.
+"""The values of a TrainWeightsConfig: a budget, overrides, a plan, and selectors of weights that stay in float.
 
-What each may be, what it means, and what to write in place of others.
+Functions here check and interpret them. Errors suggest right values in place of wrong ones.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from hf_trainweights.files.selectors import EXPRESSION, matching, select
 from hf_trainweights.formats import FORMATS, get_format
 from hf_trainweights.formats.base import Format
 
-# Another format for what a selector matches: a name or parameters of one, None to leave it in float.
+# The value of an override: the name of a format, a dict of name and parameters, or None to leave a weight in float.
 Override = str | Mapping[str, Any] | None
 
-# Where a pattern may end in a name that it matches from the start.
+# The rest of a name after a pattern that matches its start: the pattern ends at a `.` or at the end of the name.
 _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))(?s:.*)"
 
 # The key that names the order of the overrides in config.json.
 OVERRIDE_ORDER = "override_order"
 
-# Arguments of other libraries' configurations: those that tell the number of bits, and what to write for others.
+# Arguments of other libraries' configurations: those that hold the number of bits, and advice for all others.
 _BITS = ("w_bit", "num_bits", "nbits")
-_ELSEWHERE = {
+_ADVICE = {
     **dict.fromkeys(
         ("quant_type", "bnb_4bit_quant_type", "weights", "weights_dtype"),
         'Name the format: TrainWeightsConfig("int4").',
@@ -68,7 +68,7 @@ class Budget:
 
     @classmethod
     def of(cls, bits: object, size: object) -> Budget | None:
-        """Return the budget that a user gives, None for none.
+        """Return the budget that a user sets, or None.
 
         Examples:
             >>> Budget.of(None, "1.2 GB")
@@ -86,7 +86,7 @@ class Budget:
 
 
 def check_left_to_budget(**options: object) -> None:
-    """Check that a user who gives a budget does not give what is chosen for it."""
+    """Check that a user who sets a budget does not set options that the budget chooses."""
     for name, value in options.items():
         if value is not None:
             next_step = "Leave one out; overrides give single weights a format of their own."
@@ -94,7 +94,7 @@ def check_left_to_budget(**options: object) -> None:
 
 
 def check_target(target: str | None, bits: object, size: object) -> str | None:
-    """Return the layout to choose formats for; ConfigError: there is no such layout, or neither bits nor size."""
+    """Return the layout to choose formats for. ConfigError: there is no such layout, or neither bits nor size."""
     if target is not None and target not in TARGETS:
         next_step = "Leave it out for ONNX, TorchScript and .pt2, which hold every format."
         raise ConfigError("for_target", f"one of {', '.join(TARGETS)}", repr(target), next_step)
@@ -134,8 +134,8 @@ def listed(patterns: Iterable[str], names: Iterable[str]) -> set[str]:
 def left_out(selectors: Iterable[str], names: Iterable[str]) -> set[str]:
     """Return the names that `modules_to_not_convert` selects.
 
-    A plain entry that selects nothing is matched as earlier versions of this package matched every entry, with
-    `listed`: saved models hold such entries. Of a user's own configuration they are refused by `check_choice`.
+    A plain entry that selects nothing is matched by `listed`, as earlier versions of this package matched every entry:
+    saved models hold such entries. In a user's own configuration `check_choice` refuses them.
 
     Examples:
         >>> sorted(left_out(["mlp", "layers.[0-2]"], ["layers.0.mlp", "layers.1.attn", "layers.3.attn"]))
@@ -143,19 +143,19 @@ def left_out(selectors: Iterable[str], names: Iterable[str]) -> set[str]:
     """
     names = list(names)
     selected = select(selectors, names)
-    earlier = [each for each, found in selected.items() if not found and not each.startswith(EXPRESSION)]
-    return listed(earlier, names).union(*selected.values())
+    unused = [entry for entry, matches in selected.items() if not matches and not entry.startswith(EXPRESSION)]
+    return listed(unused, names).union(*selected.values())
 
 
 def format_of(override: Override) -> Format | None:
-    """Return the format that an override gives, None where it leaves the weight in float."""
+    """Return the format of an override, or None if it leaves the weight in float."""
     if override is None:
         return None
     return get_format({"format": override} if isinstance(override, str) else override)
 
 
 def check_overrides(overrides: Any) -> dict[str, Any]:
-    """Return a copy of overrides that are valid, empty for None."""
+    """Return a copy of overrides, empty for None, after a check of each."""
     if overrides is not None and not isinstance(overrides, Mapping):
         raise ConfigError(
             "overrides", "a dict of names to formats", repr(overrides), 'E.g. {"re:.*down_proj": "int8"}.'
@@ -167,16 +167,16 @@ def check_overrides(overrides: Any) -> dict[str, Any]:
 
 
 def check_plan(plan: Any) -> dict[str, Any] | None:
-    """Return a copy of a plan whose formats there are, None for none."""
+    """Return a copy of a plan, or None, after a check of each format."""
     if plan is None:
         return None
-    if not isinstance(plan, Mapping) or not all(isinstance(each, str | Mapping) for each in plan.values()):
+    if not isinstance(plan, Mapping) or not all(isinstance(value, str | Mapping) for value in plan.values()):
         raise ConfigError("plan", "a dict of names to formats", repr(plan)[:200], "Leave it out: it is made from bits.")
     return _checked_formats("plan", plan)
 
 
 def shortest(form: Format) -> str | dict[str, Any]:
-    """Return how an override or a plan names a format: by its name alone, where it is the default of that name.
+    """Return the value of an override or a plan for a format: its name alone, if its parameters are the default ones.
 
     Examples:
         >>> shortest(get_format({"format": "int4", "group_size": 32})), shortest(get_format({"format": "int8"}))
@@ -186,7 +186,7 @@ def shortest(form: Format) -> str | dict[str, Any]:
 
 
 def _checked_formats(option: str, formats: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return a copy of an option's formats by name or selector, each of which there is."""
+    """Return a copy of an option's formats, by name or selector, after a check of each."""
     for selector, override in formats.items():
         where = f"{option}[{selector!r}]"
         if not isinstance(selector, str) or not isinstance(override, str | Mapping | None):
@@ -194,12 +194,12 @@ def _checked_formats(option: str, formats: Mapping[Any, Any]) -> dict[str, Any]:
             raise ConfigError(where, allowed, repr(override), "None leaves the weight alone.")
         with named(where):
             format_of(override)
-    return {selector: dict(each) if isinstance(each, Mapping) else each for selector, each in formats.items()}
+    return {selector: dict(value) if isinstance(value, Mapping) else value for selector, value in formats.items()}
 
 
 @contextlib.contextmanager
 def named(where: str) -> Iterator[None]:
-    """Let a ConfigError of the block say in which option it lies."""
+    """Let a ConfigError of the block name the option that is wrong."""
     try:
         yield
     except ConfigError as error:
@@ -207,7 +207,7 @@ def named(where: str) -> Iterator[None]:
 
 
 def in_order(overrides: dict[str, Any] | None, order: object) -> dict[str, Any] | None:
-    """Return overrides in the order that a configuration names: of several expressions that match the first wins."""
+    """Return overrides in the order that a configuration names: the first of several matching expressions wins."""
     if order is None:
         return overrides
     if not isinstance(order, list) or sorted(map(str, order)) != sorted(overrides or ()):
@@ -216,16 +216,16 @@ def in_order(overrides: dict[str, Any] | None, order: object) -> dict[str, Any] 
     return {selector: (overrides or {})[selector] for selector in order}
 
 
-def right_argument(name: str, value: object, known: Sequence[str]) -> str:
-    """Return what to write in place of an argument that there is not: most are another library's."""
+def right_argument(name: str, value: object, allowed: Sequence[str]) -> str:
+    """Return advice for an argument that does not exist here: most of them belong to another library."""
     bits = {"load_in_4bit": 4, "load_in_8bit": 8}.get(name, value if name in _BITS else None)
     if bits in (4, 8):
         return f'Write TrainWeightsConfig("int{bits}").'
-    return did_you_mean(name, known, _ELSEWHERE.get(name, "Leave it out."))
+    return did_you_mean(name, allowed, _ADVICE.get(name, "Leave it out."))
 
 
 def check_names(names: Sequence[str] | None) -> list[str] | None:
-    """Return `modules_to_not_convert` as a list, or None."""
+    """Return `modules_to_not_convert` as a list, or None, after a check of each entry."""
     if names is None:
         return None
     if not isinstance(names, list | tuple | set) or not all(isinstance(name, str) for name in names):
@@ -240,15 +240,15 @@ def check_names(names: Sequence[str] | None) -> list[str] | None:
     return sorted(names) if isinstance(names, set) else list(names)
 
 
-def check_unknown(key: str, value: Any, known: Sequence[str], is_attribute: bool) -> None:
-    """Check that a key which this version does not know may be kept, and log it."""
+def check_unknown(key: str, value: Any, allowed: Sequence[str], is_attribute: bool) -> None:
+    """Check that the configuration can keep a key which this version does not know, and log the key."""
     if key == "dequantize" and value:
         raise ConfigError(key, "no such key", repr(value), "Load the model, then call model.dequantize().")
-    listed = ", ".join(known)
+    names = ", ".join(allowed)
     try:
         json.dumps(value)
     except (TypeError, ValueError) as error:
-        raise ConfigError(key, f"one of {listed}, or a JSON value to keep", repr(value), "Leave it out.") from error
+        raise ConfigError(key, f"one of {names}, or a JSON value to keep", repr(value), "Leave it out.") from error
     if is_attribute:
-        raise ConfigError(key, f"one of {listed}", "the name of a method", "Leave it out.")
-    _logger.warning("TrainWeightsConfig keeps %s=%r but does not use it: it knows %s.", key, value, listed)
+        raise ConfigError(key, f"one of {names}", "the name of a method", "Leave it out.")
+    _logger.warning("TrainWeightsConfig keeps %s=%r but does not use it: it knows %s.", key, value, names)

@@ -1,6 +1,6 @@
-"""The configuration of a model that no single call has quantized: it is made of parts that were.
+"""The configuration of a model that is composed of quantized parts, so that no single call has quantized it.
 
-It names the format of every weight, or that the weight is float. So the model loads and saves itself like any other.
+The configuration names the format of every weight, or leaves it in float. So the model loads and saves like any other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_trainweights.tensor.distributed.placements import local_tensor
 from hf_trainweights.tensor.modules import is_quantized
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
-# Arguments of a configuration that the format of all weights may have as its parameters.
+# Arguments of a configuration that are also values of a format's own configuration.
 _PARAMETERS = ("format", "group_size", "activations", "column_scale", "bits")
 
 
@@ -31,7 +31,7 @@ def is_described(module: nn.Module, config: TrainWeightsConfig) -> bool:
 def describe(module: nn.Module, configs: Sequence[TrainWeightsConfig]) -> TrainWeightsConfig:
     """Return a configuration that names the format of every weight of a module, and leaves out the float ones.
 
-    `configs` are those of its parts. The whole has the origin of the weights on which they agree.
+    `configs` are the configurations of its parts. The result has their base model and calibration if all agree on it.
     """
     weights = dict(module.named_parameters())
     formats = {name: held.format for name, weight in weights.items() if (held := _quantized(weight)) is not None}
@@ -54,7 +54,7 @@ def describe(module: nn.Module, configs: Sequence[TrainWeightsConfig]) -> TrainW
 
 
 def _of_format(form: Format, configs: Sequence[TrainWeightsConfig]) -> TrainWeightsConfig:
-    """Return a configuration of one format for all weights, with the origin on which other configurations agree."""
+    """Return a configuration of one format, with the base model and calibration that other configurations agree on."""
     values = {name: value for name, value in form.get_config().items() if name in _PARAMETERS}
     origins = {(config.base_model, config.calibration_sha256) for config in configs}
     base_model, calibration_sha256 = origins.pop() if len(origins) == 1 else (None, None)
@@ -63,7 +63,7 @@ def _of_format(form: Format, configs: Sequence[TrainWeightsConfig]) -> TrainWeig
 
 
 def _is_other(choice: Choice) -> bool:
-    """Return whether a weight of a module has another format than its choice names."""
+    """Return whether a weight is not as the configuration chooses: in another format, or float but to be quantized."""
     if is_quantized(choice.weight):
         return choice.reason in (AS_SAVED, LEFT_AS_SAVED)
     return choice.format is not None
@@ -86,7 +86,7 @@ def _quantizable(module: nn.Module) -> set[str]:
 
 
 def _fewest_modules(names: Iterable[str], others: Collection[str]) -> list[str]:
-    """Return selectors of the outermost modules that hold some parameters and none of others."""
+    """Return the outermost modules that hold the named parameters, but none of the `others`."""
     selectors: list[str] = []
     for name in names:
         parts = name.removesuffix(".weight").split(".")

@@ -1,6 +1,6 @@
 """The choice for each parameter of a module: quantized or left alone, and why.
 
-And advice when a module gets its weights: which of them a CPU multiplies slowly, and whether its head stays too large.
+It also warns when a module gets weights that a CPU multiplies slowly, or when its head stays too large.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hf_trainweights.tensor.distributed.placements import local_tensor
 from hf_trainweights.tensor.modules import parameter_places
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
-# Why these are left alone.
+# Why embeddings and heads are left alone.
 EMBEDDING = "embedding (include_embeddings=True quantizes it)"
 HEAD = "output head (include_embeddings=True quantizes it)"
 
@@ -37,12 +37,12 @@ _MOST_ROWS = 1000
 
 _logger = logging.getLogger(__name__)
 
-# What this process has told.
+# Warnings that this process has shown.
 _told: set[str] = set()
 
 
 def stored_shape(weight: Tensor, transposed: bool) -> tuple[int, ...]:
-    """Return the shape `[*, N, K]` in which a weight is stored, a whole one of which this rank may hold a part."""
+    """Return the shape `[*, N, K]` in which a weight is stored, unsharded even if this rank holds only a part."""
     *lead, N, K = weight.shape
     return (*lead, K, N) if transposed else (*lead, N, K)
 
@@ -77,7 +77,7 @@ class Choice:
     def of(
         cls, name: str, module: nn.Module, parameter: Tensor, form: Format | None, reason: str, transposed: bool
     ) -> Choice:
-        """Return the choice of a format for a parameter of a module, with what it takes by it."""
+        """Return the choice of a format for a parameter of a module, with its sizes in that format."""
         numel, before = parameter.numel(), parameter.numel() * parameter.element_size()
         if form is None:
             return cls(name, module, None, reason, transposed, numel, before, before, before)
@@ -92,7 +92,7 @@ class Choice:
         return getattr(self.module, self.name.rpartition(".")[2])
 
     def stored_bytes_in(self, form: Format) -> int:
-        """Return what the parameter takes in memory in a format, scales included."""
+        """Return the bytes that the parameter takes in memory in a format, scales included."""
         return form.stored_bytes(self.stored_shape, self.weight.dtype)
 
     @property
@@ -101,19 +101,19 @@ class Choice:
         return stored_shape(self.weight, self.transposed)
 
     def quantize(self, weight: Tensor) -> QuantizedTensor:
-        """Return the values of the parameter in its format, whose codes they alone decide about."""
+        """Quantize values of the parameter to its format. The codes depend on these values only, not on calibration."""
         assert self.format is not None
         return QuantizedTensor.quantize(weight, self.format, self.transposed, self.name)
 
 
 @dataclass(frozen=True)
 class Calibrated:
-    """What calibration was worth.
+    """The effect of calibration on errors.
 
     Args:
-        tokens: Tokens that the codes were chosen with.
-        error_before: How far the outputs of the last block are off when it and those before it are quantized without
-            calibration, as the norm of the error over that of the outputs.
+        tokens: Number of tokens that the codes were chosen with.
+        error_before: How far the outputs of the last block are off when all blocks are quantized without calibration,
+            as the norm of the error over the norm of the outputs.
         error_after: The same with the codes that were chosen.
         blocks: Both errors of each block, by its name in the model.
     """
@@ -125,14 +125,14 @@ class Calibrated:
 
     @classmethod
     def beside(cls, directory: Path) -> Calibrated | None:
-        """Return what is kept beside a saved model; None if it is not calibrated, or its file of digests is damaged."""
+        """Return the record beside a saved model; None if it is not calibrated, or its file of digests is damaged."""
         try:
-            kept: Any = read_calibration(directory)
-            if kept is None:
+            record: Any = read_calibration(directory)
+            if record is None:
                 return None
-            blocks = {str(name): (float(before), float(after)) for name, (before, after) in kept["blocks"].items()}
-            return cls(int(kept["tokens"]), float(kept["error_before"]), float(kept["error_after"]), blocks)
-        # A file of digests that is damaged, of which `verify_model` speaks, or that another program wrote.
+            blocks = {str(name): (float(before), float(after)) for name, (before, after) in record["blocks"].items()}
+            return cls(int(record["tokens"]), float(record["error_before"]), float(record["error_after"]), blocks)
+        # The file of digests is damaged, which `verify_model` reports, or another program wrote it.
         except (CorruptFileError, AttributeError, KeyError, TypeError, ValueError):
             return None
 
@@ -147,7 +147,7 @@ class Summary:
 
     Args:
         tensors: A choice for every parameter; a tied one once.
-        calibrated: What calibration was worth, if the weights have just been quantized with it.
+        calibrated: The effect of calibration, if the weights have just been quantized with it.
     """
 
     tensors: tuple[Choice, ...]
@@ -170,7 +170,7 @@ class Summary:
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits of a parameter's element after quantizing, scales included, on average; 0 if there are none."""
+        """Mean bits of a parameter's element after quantizing, scales included; 0 if there are no elements."""
         return 8 * self.bytes_after / max(1, sum(choice.numel for choice in self.tensors))
 
     @property
@@ -180,21 +180,21 @@ class Summary:
 
     @property
     def large_head(self) -> str:
-        """What a head that is left in float is of what a token reads, if over a fifth, and what makes it small."""
+        """The share of a float head in the bytes that a token reads, and a remedy; empty up to a fifth."""
         heads = [choice for choice in self.tensors if choice.reason == HEAD]
-        # Of an embedding a token reads one row.
+        # A token reads only one row of an embedding.
         read = sum(choice.bytes_after for choice in self.tensors if choice.reason != EMBEDDING)
         head = sum(choice.bytes_after for choice in heads)
         if head / max(1, read) <= _LARGE_HEAD:
             return ""
         smaller = {choice.name.removesuffix(".weight"): "int8" for choice in heads}
-        times = head / sum(choice.numel for choice in heads)  # int8 takes a byte of each
+        times = head / sum(choice.numel for choice in heads)  # int8 takes a byte for each
         share = f"the output head in float is {100 * head / read:.0f} % of what a token reads"
         return f"{share}; overrides={smaller} makes it {times:.0f} times smaller"
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What to know of the whole: a large head that is left in float, and what calibration was worth."""
+        """Remarks on the whole module: a large head that is left in float, and the effect of calibration."""
         return tuple(str(remark) for remark in (self.large_head, self.calibrated) if remark)
 
     def table(self) -> str:
@@ -246,7 +246,7 @@ class Summary:
         return f"{sizes} in memory, {_megabytes(self.file_bytes)} in a file"
 
     def _totals(self) -> list[tuple[str, ...]]:
-        """Return number, format or reason, and sizes of the parameters that have these in common."""
+        """Return rows of number, format and reason, and sizes, each for all parameters with one format and reason."""
         groups: dict[str, list[Choice]] = defaultdict(list)
         for choice in sorted(self.tensors, key=lambda choice: choice.format is None):
             groups[f"{choice.format or 'left alone'}{_because(choice)}"].append(choice)
@@ -268,7 +268,7 @@ def summary(model: nn.Module) -> Summary:
         model: A Transformers model, an adapter's model around one, or any module that `quantize_` quantized.
 
     Returns:
-        That of `model.hf_quantizer.summary()` for a Transformers model; of another module, what its parameters show.
+        `model.hf_quantizer.summary()` for a Transformers model. For another module, the formats that its weights have.
 
     Raises:
         ConfigError: The model is being loaded.
@@ -281,13 +281,13 @@ def summary(model: nn.Module) -> Summary:
         >>> print(summary(layers))
         quantized: 1 int8; left alone: 1 float32; 0.0 MB -> 0.0 MB
     """
-    stored = getattr(getattr(model, "hf_quantizer", None), "summary", None)
-    found = stored() if callable(stored) else None
-    return found if isinstance(found, Summary) else Summary(tuple(_shown(model)))
+    method = getattr(getattr(model, "hf_quantizer", None), "summary", None)
+    result = method() if callable(method) else None
+    return result if isinstance(result, Summary) else Summary(tuple(_actual_choices(model)))
 
 
-def _shown(module: nn.Module) -> Iterator[Choice]:
-    """Yield what the parameters themselves show; there is no configuration that gives reasons."""
+def _actual_choices(module: nn.Module) -> Iterator[Choice]:
+    """Yield a choice for each parameter as it is, without reasons: there is no configuration to give them."""
     owners = dict(module.named_modules(remove_duplicate=False))
     for name, parameter in module.named_parameters():
         check_has_shape(name, parameter)
@@ -299,7 +299,7 @@ def _shown(module: nn.Module) -> Iterator[Choice]:
 
 
 def check_has_shape(name: str, parameter: Tensor) -> None:
-    """Check that a parameter has a shape, which that of a lazy layer gets from its first inputs."""
+    """Check that a parameter has a shape. A parameter of a lazy layer gets it from the first inputs."""
     if is_lazy(parameter):
         expected, next_step = "a weight with a shape and values", "Run the module on inputs once, then quantize it."
         raise QuantizationError(name, expected, "a parameter of a lazy layer that no inputs have reached", next_step)
@@ -354,8 +354,8 @@ def _html_row(tag: str, cells: Iterable[object]) -> Markup:
 def say_if_slow(module: nn.Module, config: TrainWeightsConfig) -> None:
     """Warn in one line of quantized weights whose products take longer than those of float weights, once in a process.
 
-    Nothing is said of formats that were chosen for a budget, of embeddings, whose rows are looked up, and where there
-    is an accelerator, to which weights may still move.
+    There is no warning of formats that were chosen for a budget, of embeddings, whose rows are looked up, or beside an
+    accelerator, to which weights may still move.
     """
     if config.plan is not None or torch.accelerator.is_available():
         return
@@ -369,7 +369,7 @@ def say_if_slow(module: nn.Module, config: TrainWeightsConfig) -> None:
 
 
 def say_if_head_is_large(summary: Summary) -> None:
-    """Warn in one line, once in a process, if the output head that is left in float is much of what a token reads."""
+    """Warn in one line, once in a process, if a float output head is a large share of the bytes that a token reads."""
     if summary.large_head:
         _tell([f"{summary.large_head[0].upper()}{summary.large_head[1:]}."])
 

@@ -1,7 +1,7 @@
 """Weights that a module's own code writes to while it computes: in a quantized weight the first write is an error.
 
-Gemma 3n clamps a weight at each training step, and RWKV divides weights before its first inference. No attribute says
-so, but the code does: `self.prediction_coefs.weight.data.clamp_(...)`. Such weights are read from its syntax tree.
+Gemma 3n clamps a weight at each training step, and RWKV divides weights before its first inference. No attribute tells
+this. So the syntax tree of the code is searched for calls such as `self.prediction_coefs.weight.data.clamp_(...)`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 # Methods that make or change a model before it computes.
 _BEFORE = re.compile(r"init|reset|resize|tie_|make_weight")
-# In-place methods of tensors that change no value.
+# In-place methods of tensors that leave the values as they are.
 _VALUELESS = {"requires_grad_", "detach_", "share_memory_"}
 
 
@@ -38,9 +38,9 @@ def written_weights(module: nn.Module) -> set[str]:
 
 @functools.cache
 def _paths_written_by(cls: type[nn.Module]) -> tuple[tuple[str, bool], ...]:
-    """Return the paths of weights that a class writes to, each with whether it begins at the module itself.
+    """Return the attribute paths of weights that a class writes to, and for each whether it begins at `self`.
 
-    A path that begins at a variable, such as one of `self.blocks`, is the end of a name.
+    A path that begins at another variable, such as an element of `self.blocks`, is only the end of a weight's name.
     """
     own_classes = [base for base in cls.__mro__ if not base.__module__.startswith("torch.")]
     methods = [item for base in own_classes for item in vars(base).items()]

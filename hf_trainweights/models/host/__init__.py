@@ -1,7 +1,7 @@
-"""The one door to the private names of Transformers: those with an underscore, and those its documentation leaves out.
+"""The one door to private names of Transformers: names with an underscore, and names that its documentation leaves out.
 
-Transformers 5.17 to 5.24 have all of them; `tests/models/host/` asks the installed version for each. Where a version
-lacks one, a plain fallback gives the right result, or a typed error says which versions are supported.
+Transformers 5.17 to 5.24 have all of them, and `tests/models/host/` looks for each in the installed version. If a
+version lacks one, a plain fallback gives the right result, or a typed error says which versions are supported.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ SUPPORTED = ">=5.17,<5.25"
 
 def unsupported(name: str) -> UnsupportedError:
     """Return the error for a private name that the installed version lacks."""
-    found = f"{transformers.__version__}, which does not have it"
-    return UnsupportedError(name, f"transformers{SUPPORTED}", found, f"pip install 'transformers{SUPPORTED}'")
+    installed = f"{transformers.__version__}, which does not have it"
+    return UnsupportedError(name, f"transformers{SUPPORTED}", installed, f"pip install 'transformers{SUPPORTED}'")
 
 
 def private(module: str, name: str) -> Any:
-    """Return a private function that no fallback replaces; UnsupportedError: the installed version lacks it."""
+    """Return a private function that has no fallback. UnsupportedError: the installed version lacks it."""
     try:
         return getattr(import_module(f"transformers.{module}"), name)
     except (ImportError, AttributeError) as error:
@@ -32,7 +32,7 @@ def private(module: str, name: str) -> Any:
 
 
 def private_attribute(model: PreTrainedModel, name: str) -> Any:
-    """Return a private attribute that no fallback replaces; UnsupportedError: the installed version lacks it."""
+    """Return a private attribute that has no fallback. UnsupportedError: the installed version lacks it."""
     try:
         return getattr(model, name)
     except AttributeError as error:

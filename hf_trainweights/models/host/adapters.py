@@ -1,10 +1,11 @@
-"""PEFT's layers over quantized weights: what initialises, merges or unmerges an adapter gets the weight in float.
+"""PEFT's layers over quantized weights: methods that initialise, merge or unmerge an adapter get the weight in float.
 
-PEFT chooses its code for a quantized layer from a fixed list of methods, by layer class. This package quantizes the
-weight of a plain `nn.Linear`, so PEFT takes its layers for float weights, whose merging writes to the weight in place.
-So the methods of PEFT that do that are wrapped: within them the weight is a float one, and if they have changed it, it
-is quantized again. PyTorch tells when a PEFT layer takes in a module, so PEFT is neither imported here nor changed
-before it meets a quantized weight. Over float weights a wrapped method is PEFT's own call and nothing else.
+PEFT chooses its layer for a quantized weight by the class of the module, from a fixed list of quantization methods.
+This package quantizes the weight of a plain `nn.Linear`. PEFT therefore uses its layers for float weights, and these
+merge by writing to the weight in place. So the methods of PEFT that write to a weight are wrapped: while one runs, the
+weight is a float tensor, and if the method changes it, it is quantized again. A hook of PyTorch tells when a PEFT layer
+takes in a module, so PEFT is not imported here, and stays unchanged until it meets a quantized weight. Over float
+weights a wrapped method only calls PEFT's own.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from hf_trainweights.tensor.modules import as_parameter
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.requantizing import in_float, rounding_said_once
 
-# Methods of a PEFT layer that may write to the weight below it, or copy that into parameters of their own.
+# Methods of a PEFT layer that may write to the weight below it, or copy that weight into new parameters.
 _WRITING = ("update_layer", "merge", "unmerge")
-# Methods of PEFT's models that call those of many layers.
+# Methods of PEFT's models that call the methods above on many layers.
 _CALLING_MANY = ("inject_adapter", "merge_adapter", "unmerge_adapter", "merge_and_unload")
-# Methods of diffusers that do so, and their classes: of pipelines, and of models.
+# The same for diffusers: methods that call many layers, and the classes of pipelines and models that have them.
 _FUSING = ("fuse_lora", "unfuse_lora")
 _FUSING_CLASSES = (("diffusers.loaders.lora_base", "LoraBaseMixin"), ("diffusers.loaders.peft", "PeftAdapterMixin"))
 
-# The name under which a class of PEFT takes in what it wraps, and that class's base and where that is.
-_PLACES = {
+# A PEFT class keeps the module that it wraps in the attribute on the left. On the right: module and name of its base.
+_BASE_CLASSES = {
     "model": ("peft.tuners.tuners_utils", "BaseTuner"),
     "base_layer": ("peft.tuners.tuners_utils", "BaseTunerLayer"),
     "original_module": ("peft.utils.other", "AuxiliaryTrainingWrapper"),
@@ -41,20 +42,20 @@ _Method = Callable[..., Any]
 
 
 def meet_adapters(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    """Wrap methods of a PEFT class whose instance takes in a module with quantized weights.
+    """Wrap the methods of a PEFT class when an instance of it takes in a module with quantized weights.
 
     PyTorch calls this whenever a module gets a submodule.
     """
-    home, base = _PLACES.get(name, ("", ""))
-    cls = getattr(sys.modules.get(home), base, None)
+    base_module, base_name = _BASE_CLASSES.get(name, ("", ""))
+    cls = getattr(sys.modules.get(base_module), base_name, None)
     if cls is None or not isinstance(module, cls) or submodule is None:
         return
     if not any(isinstance(parameter, QuantizedTensor) for parameter in submodule.parameters()):
         return
     if name == "model":
         _wrap(type(module), _CALLING_MANY, _say_rounding_once)
-        for home, base in _FUSING_CLASSES:
-            _wrap(getattr(sys.modules.get(home), base, object), _FUSING, _say_rounding_once)
+        for fusing_module, fusing_name in _FUSING_CLASSES:
+            _wrap(getattr(sys.modules.get(fusing_module), fusing_name, object), _FUSING, _say_rounding_once)
     elif name == "base_layer":
         _wrap(type(module), _WRITING, _with_float_weight)
         _wrap(type(module), ("get_base_weight",), _dequantized)
@@ -64,7 +65,7 @@ def meet_adapters(module: nn.Module, name: str, submodule: nn.Module | None) -> 
 
 
 def _wrap(cls: type, names: tuple[str, ...], wrapper: Callable[[_Method], _Method]) -> None:
-    """Wrap methods once wherever a class or its bases define them."""
+    """Wrap the named methods in a class and in those of its bases that define them, each method once."""
     for base in cls.__mro__:
         for name in set(names) & vars(base).keys():
             method = vars(base)[name]
@@ -75,11 +76,11 @@ def _wrap(cls: type, names: tuple[str, ...], wrapper: Callable[[_Method], _Metho
 
 
 def _over_quantized_weights(method: _Method, wrapped: _Method) -> _Method:
-    """Return the method that calls a wrapped one where any weight below is quantized, and else PEFT's own."""
+    """Return a method that calls the wrapped one if any weight below is quantized, and else PEFT's own."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        is_module = isinstance(self, nn.Module)  # not so a pipeline of diffusers, whose models may be quantized
+        is_module = isinstance(self, nn.Module)  # a pipeline of diffusers is no module, but its models may be quantized
         is_float = is_module and not any(isinstance(parameter, QuantizedTensor) for parameter in self.parameters())
         return (method if is_float else wrapped)(self, *args, **kwargs)
 
@@ -108,7 +109,7 @@ def _with_float_weight(method: _Method) -> _Method:
             with in_float(base_layer, names):
                 return method(self, *args, **kwargs)
         except BaseException:
-            # The weight is as before, so what is merged into it is as well.
+            # The weight has its old values again, so the list of merged adapters gets its old content too.
             self.merged_adapters[:] = merged
             raise
 
@@ -116,10 +117,10 @@ def _with_float_weight(method: _Method) -> _Method:
 
 
 def _over_an_alias(method: _Method) -> _Method:
-    """Let a wrapper of one parameter parametrize an object of its own that stands for the same weight.
+    """Let a wrapper of one parameter parametrize an alias of the weight: a new object with the same stored tensors.
 
-    PyTorch swaps the tensor that is parametrized if it is of a class of its own, and refuses to where an autograd graph
-    of an earlier forward still holds it.
+    To parametrize a tensor subclass, PyTorch swaps the contents of the object. It refuses to while an autograd graph of
+    an earlier forward still holds that object.
     """
 
     @contextlib.contextmanager
@@ -139,9 +140,9 @@ def _over_an_alias(method: _Method) -> _Method:
 
 
 def _draws_adapter_alone(method: _Method, options: dict[str, Any]) -> bool:
-    """Return whether LoRA is about to initialise an adapter without regard to the weight, as it does by default.
+    """Return whether LoRA is about to initialise an adapter without a look at the weight, as it does by default.
 
-    To dequantize every weight for that would take longer than all the rest of `get_peft_model`.
+    Then no weight is dequantized, which would take longer than all the rest of `get_peft_model`.
     """
     truncates = getattr(options.get("config"), "kasa_config", None) is not None
     return method.__name__ == "update_layer" and isinstance(_initialisation(options), bool) and not truncates
@@ -163,17 +164,17 @@ def _refuse_loftq(method: _Method, options: dict[str, Any]) -> None:
 
 
 def adapter_prefixes(module: nn.Module) -> tuple[str, ...]:
-    """Return what the names of those parameters of a module begin with that PEFT has put there to be trained."""
-    found: list[str] = []
-    for name, each in module.named_modules():
-        prompts = ("prompt_encoder",) if hasattr(each, "peft_config") else ()
-        layers: tuple[str, ...] = (*getattr(each, "adapter_layer_names", ()), *prompts)
-        found += [f"{name}.{layer}.".removeprefix(".") for layer in layers]
-    return tuple(found)
+    """Return the prefixes of the names of parameters that PEFT has added to a module, to train them."""
+    prefixes: list[str] = []
+    for name, submodule in module.named_modules():
+        prompts = ("prompt_encoder",) if hasattr(submodule, "peft_config") else ()
+        layers: tuple[str, ...] = (*getattr(submodule, "adapter_layer_names", ()), *prompts)
+        prefixes += [f"{name}.{layer}.".removeprefix(".") for layer in layers]
+    return tuple(prefixes)
 
 
 def quantized_names(module: nn.Module) -> list[str]:
-    """Return the names of a module's own weights that are quantized and have values."""
+    """Return the names of the quantized weights that a module itself owns, if they have values."""
     own = module.named_parameters(recurse=False)
     return [name for name, weight in own if isinstance(weight, QuantizedTensor) and not weight.is_meta]
 
@@ -187,12 +188,12 @@ def _dequantized(method: _Method) -> _Method:
 
 
 def _with_float_copy(method: _Method) -> _Method:
-    """Let a wrapper copy a layer that is to be trained in full as a float one."""
+    """Let a wrapper make a float copy of a layer that is to be trained in full."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
-            for each in list(self.original_module.modules()):
-                stack.enter_context(in_float(each, quantized_names(each)))
+            for submodule in list(self.original_module.modules()):
+                stack.enter_context(in_float(submodule, quantized_names(submodule)))
             return method(self, *args, **kwargs)
 
     return call

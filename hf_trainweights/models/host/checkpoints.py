@@ -1,7 +1,7 @@
-"""Between the tensors of a checkpoint and the parameters of a model, both ways.
+"""The tensors of a checkpoint and the parameters of a model: one made from the other by Transformers' loads and saves.
 
-On the way in stand the operations and converters that Transformers makes parameters with; on the way back its names,
-its own code, and weights that lie elsewhere.
+A load uses the operations and converters of this module. A save uses its functions to name and convert tensors, fetch
+offloaded weights, write files and copy a model's own code.
 """
 
 from __future__ import annotations
@@ -30,42 +30,42 @@ try:
 except ImportError as error:
     raise unsupported("transformers.core_model_loading") from error
 
-# A tensor of a checkpoint that is not loaded yet: its name there, and the function that loads it, or None where it is
-# for another rank.
+# A tensor of a checkpoint that is not loaded yet: its name there, and the function that loads it. The function returns
+# None if the tensor is for another rank.
 NamedLoad = tuple[str, Callable[[], Tensor | None]]
 
 MISSING = "is missing"
-"""What `names_of_load` says of a parameter that is not in a checkpoint."""
+"""The problem that `names_of_load` reports of a parameter that is not in a checkpoint."""
 
-# Above the level of every message.
-_NOTHING = 100
+# A log level above that of every message.
+_SILENT = 100
 
-# What `save_pretrained` writes a safetensors file by, and what stands in its place in this thread.
+# The function of Transformers that writes each safetensors file of a save, and its replacement in this thread.
 _SAVE_FILE = "safe_save_file"
 _save_file: ContextVar[Callable[..., None] | None] = ContextVar("save_file", default=None)
 
 
 class QuantizerOp(ConversionOps):
-    """An operation of a quantizer. Transformers copies it for every weight; the copies are one object."""
+    """An operation of a quantizer. Transformers deep-copies it for every weight, and gets the same object each time."""
 
-    # From 5.21 on Transformers casts the tensors of a quantized checkpoint, unless their operation has this attribute.
+    # Transformers 5.21 and newer cast the tensors of a quantized checkpoint if their operation lacks this attribute.
     hf_quantizer = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
     def merge(self, name: str, parts: Sequence[Sequence[NamedLoad]], model: Any) -> Tensor | None:
-        """Return the parameter that is made of several tensors, or None to leave the merging to Transformers.
+        """Return the parameter that several tensors are merged into, or None to leave the merging to Transformers.
 
-        `parts` has for each pattern of the converter the tensors that match it.
+        `parts` holds a sequence of tensors for each pattern of the converter: those whose names match it.
         """
         return None
 
 
 class Converter(WeightConverter):
-    """A converter that Transformers copies cheaply: its deep copy shares the patterns and has nothing collected.
+    """A converter with a cheap deep copy, which shares the patterns and has collected no tensors.
 
-    Transformers copies a converter, patterns and all, for every tensor of a checkpoint: a tenth of a reload.
+    Transformers copies a converter for every tensor of a checkpoint. Copies of the patterns took a tenth of a reload.
     """
 
     __slots__ = ()
@@ -77,7 +77,7 @@ class Converter(WeightConverter):
 
 
 class MergingConverter(Converter):
-    """A converter of experts that offers them to the quantizer's operation one by one, before they are merged."""
+    """A converter of experts that first offers them, one by one, to the quantizer's operation to merge."""
 
     __slots__ = ()
 
@@ -89,7 +89,7 @@ class MergingConverter(Converter):
     def convert(
         self, layer_name: str, model: Any = None, config: Any = None, hf_quantizer: Any = None, loading_info: Any = None
     ) -> dict[str, Any]:
-        """Return the merged parameter: the one that the operation makes, else the one that Transformers makes."""
+        """Return the merged parameter. Transformers makes it if the operation does not."""
         collected: dict[str, list[Any]] = self.collected_tensors
         parts = [collected[pattern] for pattern in self.source_patterns if pattern in collected]
         operation = self.quantization_operation
@@ -103,17 +103,17 @@ class MergingConverter(Converter):
 
 
 class StoredConverter(Converter):
-    """A converter of the stored tensors of quantized weights; it asks a function for the parameter of each."""
+    """A converter of the stored tensors of quantized weights. Its function `find` knows the parameter of each."""
 
     __slots__ = ("find",)
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         """Return the parameter that a stored tensor belongs to, and the pattern under which it is collected.
 
-        This does not count as a use: a save reverts what was used, and this converter has no inverse.
+        The converter is not marked as used: a save reverts used converters, and this one has no inverse.
         """
-        found = self.find(source_key)
-        return (source_key, None) if found is None else (found[0], _pattern(found[1]))
+        target = self.find(source_key)
+        return (source_key, None) if target is None else (target[0], _pattern(target[1]))
 
 
 def make_converter(
@@ -122,9 +122,9 @@ def make_converter(
     operation: QuantizerOp,
     on_cpu: bool = False,
 ) -> WeightConverter:
-    """Return a converter that makes one parameter of several tensors, as `find` tells parameter and suffix of each.
+    """Return a converter that makes one parameter of several stored tensors.
 
-    With `on_cpu` the operation gets the tensors on the CPU, wherever the parameter is to be.
+    `find` returns the parameter and the suffix of each. `on_cpu` keeps the tensors on the CPU for the operation.
     """
     patterns = [_pattern(suffix) for suffix in suffixes]
     converter = StoredConverter(patterns, "weight", operations=[operation], force_cpu=on_cpu)
@@ -133,19 +133,20 @@ def make_converter(
 
 
 def _pattern(suffix: str) -> str:
-    # Patterns are keys as well. This one is no name, nor a pattern of a model.
+    # Patterns are also keys of collected tensors. No name of a tensor and no pattern of a model begins with a colon.
     return f":{suffix}"
 
 
 def collected_by_suffix(collected: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a converter of `make_converter` has collected, by suffix; a guard, which has a name, is left out."""
+    """Return the stored tensors that a converter of `make_converter` has collected, by suffix, without guards."""
+    # A guard is collected under its name.
     return {key[1:]: value for key, value in collected.items() if key.startswith(":")}
 
 
 def offer_before_merging(conversion: Any) -> Any:
     """Return a converter that does the same as one of Transformers', but offers experts to the quantizer one by one.
 
-    One that does anything but merge experts is returned itself.
+    A conversion that does anything but merge experts is returned itself.
     """
     if not merges_experts(conversion) or type(conversion) is not WeightConverter:
         return conversion
@@ -160,29 +161,29 @@ def offer_before_merging(conversion: Any) -> Any:
 
 
 def merges_experts(conversion: Any) -> bool:
-    """Return whether a renaming or converter puts experts, which a checkpoint keeps one by one, into one parameter."""
+    """Return whether a conversion only merges experts, which a checkpoint holds one by one, into one parameter."""
     kinds = [(type(op), getattr(op, "dim", None)) for op in getattr(conversion, "operations", ())]
     return kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
 
 
 def restore_conversions(model: PreTrainedModel, quantized: Collection[str]) -> None:
-    """Let a float save of a model write what a save of a model that was never quantized does, such as single experts.
+    """Let a float save of a model write the same tensors, such as single experts, as if it had never been quantized.
 
-    Transformers reverts the conversions that a load has used. A quantized checkpoint uses no converter for its weights,
-    nor a renaming that fits the name of a float weight alone.
+    A save reverts the conversions that the load has used. The load of a quantized checkpoint uses no converter for its
+    weights, nor a renaming that fits only the names of float weights. Such conversions are added here.
     """
     used: list[Any] = getattr(model, "_weight_conversions", None) or []
     of_class = conversions_of_class(model)
     unused = without(of_class, used)
-    hidden = [each for each in unused if isinstance(each, WeightConverter) or renames_float_alone(each, quantized)]
+    hidden = [item for item in unused if isinstance(item, WeightConverter) or renames_float_alone(item, quantized)]
     model._weight_conversions = [  # pyright: ignore[reportArgumentType]  (nn.Module takes any attribute)
         *without(used, of_class),
-        *(each for each in of_class if each in hidden or each not in unused),
+        *(item for item in of_class if item in hidden or item not in unused),
     ]
 
 
 def expect_unused(model: PreTrainedModel, name: str) -> None:
-    """Keep Transformers from reporting a tensor of a checkpoint that no model has, by its name or the end of it."""
+    """Keep Transformers from reporting a tensor of a checkpoint as unexpected. `name` may be the end of its name."""
     model._keys_to_ignore_on_load_unexpected = {
         *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
         rf"(^|\.){re.escape(name)}$",
@@ -190,12 +191,12 @@ def expect_unused(model: PreTrainedModel, name: str) -> None:
 
 
 def checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors, or copies, as a checkpoint of a model has them: experts one by one, under their names there."""
+    """Return tensors, or copies, as a checkpoint of a model holds them: under its names, experts one by one."""
     return private("core_model_loading", "revert_weight_conversion")(model, tensors)
 
 
 def names_not_saved(model: PreTrainedModel) -> set[str]:
-    """Return the names in a model's state dict that Transformers leaves out of its files; none if it does not say."""
+    """Return the names in a model's state dict that Transformers leaves out of its files; empty if unknown."""
     return set(getattr(model, "_keys_to_ignore_on_save", None) or ())
 
 
@@ -211,18 +212,18 @@ def read_by(
     dtype: torch.dtype | None,
     conversions: Sequence[Any],
 ) -> None:
-    """Let Transformers load a checkpoint into a model through another quantizer, on the CPU and without a report."""
+    """Let Transformers load a checkpoint into a model with another quantizer, on the CPU and without a report."""
     options = private("modeling_utils", "LoadStateDictConfig")(
         dtype=dtype,
         hf_quantizer=quantizer,
-        weight_mapping=[offer_before_merging(copy.deepcopy(each)) for each in conversions],
+        weight_mapping=[offer_before_merging(copy.deepcopy(conversion)) for conversion in conversions],
         ignore_mismatched_sizes=True,
     )
     load = private_attribute(model, "_load_pretrained_model")
     finish = private_attribute(model, "_finalize_model_loading")
     verbosity = logging.get_verbosity()
-    # What is missing or of another shape is reported by the load itself, and filled with its own random numbers.
-    logging.set_verbosity(_NOTHING)
+    # The user's own load reports weights that are missing or of another shape, and draws random numbers for them.
+    logging.set_verbosity(_SILENT)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -233,9 +234,9 @@ def read_by(
 
 
 def names_of_load(model: PreTrainedModel, tensors: Mapping[str, Tensor], conversions: Sequence[Any]) -> dict[str, str]:
-    """Return for each name that a load of tensors into a skeleton gets wrong what is wrong with it.
+    """Return the names that a load of tensors into a skeleton gets wrong, each with its problem.
 
-    All are on the meta device, so only names and shapes are compared.
+    All tensors are on the meta device, so only names and shapes are compared.
     """
     load = private("core_model_loading", "convert_and_load_state_dict_in_model")
     options = private("modeling_utils", "LoadStateDictConfig")(
@@ -258,7 +259,7 @@ def names_of_load(model: PreTrainedModel, tensors: Mapping[str, Tensor], convers
 
 
 class _SaveFile:
-    """Transformers' function in a module of its own, or what stands in its place in this thread."""
+    """Calls this thread's replacement of Transformers' `safe_save_file`, or the original if there is none."""
 
     def __init__(self, original: Callable[..., None]):
         self.original = original
@@ -269,7 +270,7 @@ class _SaveFile:
 
 @contextlib.contextmanager
 def writing_files_by(write: Callable[..., None]) -> Iterator[None]:
-    """Let Transformers write the safetensors files of a save in this thread by a function like `save_file`."""
+    """Let saves of Transformers in this thread write safetensors files with `write`, a function like `save_file`."""
     original: Any = getattr(modeling_utils, _SAVE_FILE, None)
     if not isinstance(original, _SaveFile):
         setattr(modeling_utils, _SAVE_FILE, _SaveFile(original))
@@ -281,5 +282,5 @@ def writing_files_by(write: Callable[..., None]) -> Iterator[None]:
 
 
 def save_remote_code(model: PreTrainedModel, directory: Path, config: Any) -> None:
-    """Copy the files of a model's own code and name them in its configuration, which is changed."""
+    """Copy the files of a model's own code, and change `config` so that it names them."""
     private("dynamic_module_utils", "custom_object_save")(model, directory, config=config)

@@ -1,4 +1,4 @@
-"""Models of Transformers: what they say of their weights, purpose and origin; how they are made, copied and traced."""
+"""Models of Transformers: facts about their weights, tasks and origin, and how they are made, copied and traced."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from hf_trainweights.models.host import private, private_attribute
 from hf_trainweights.tensor.modules import is_quantized, parameter_places, put_parameter
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
-"""Under which names `forward` may take what earlier tokens left: since Transformers 5.24, and before."""
+"""Names of the argument by which `forward` may take a cache of earlier tokens: since Transformers 5.24, and before."""
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
-    """Return the name of each parameter that a model ties, or will tie after its load, to that of its source."""
+    """Return the names of parameters that a model ties, or will tie after its load, each with its source's name."""
     return private_attribute(module, "all_tied_weights_keys") if isinstance(module, PreTrainedModel) else {}
 
 
 def models_within(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, PreTrainedModel]]:
-    """Yield the outermost models of Transformers in a module, each after what stands before its names there."""
+    """Yield the outermost models of Transformers in a module, each after the prefix of its names there."""
     if isinstance(module, PreTrainedModel):
         yield prefix, module
         return
@@ -38,50 +38,50 @@ def models_within(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Pr
 def weights_saved_elsewhere(module: nn.Module) -> Iterator[str]:
     """Yield the names of parameters that sentence-transformers writes into files of its own, which hold float tensors.
 
-    They are those of its modules beside the Transformers model, such as `Dense`.
+    These parameters belong to its modules beside the Transformers model, such as `Dense`.
     """
     within_models = tuple(prefix for prefix, _ in models_within(module))
-    for prefix, part in module.named_modules():
-        if any(base.__module__.startswith("sentence_transformers.") for base in type(part).__mro__):
-            names = (f"{prefix}.{name}".removeprefix(".") for name, _ in part.named_parameters())
+    for prefix, submodule in module.named_modules():
+        if any(base.__module__.startswith("sentence_transformers.") for base in type(submodule).__mro__):
+            names = (f"{prefix}.{name}".removeprefix(".") for name, _ in submodule.named_parameters())
             yield from (name for name in names if not name.startswith(within_models))
 
 
 def names_tied_now(model: PreTrainedModel) -> dict[str, str]:
-    """Return `tied_names`, and what `tie_weights` ties since a user has changed the model's configuration."""
+    """Return `tied_names`, and the names that `tie_weights` ties since a user changed the model's configuration."""
     return tied_names(model) | private_attribute(model, "get_expanded_tied_weights_keys")(all_submodels=True)
 
 
 def modules_kept_in_float(module: nn.Module, include_embeddings: bool) -> list[str]:
-    """Return the modules that a model keeps in float: float32 ones, and head and tied embeddings unless included."""
+    """Return the modules that stay in float: float32 ones, the last, and (unless included) head and embeddings."""
     if not isinstance(module, PreTrainedModel):
         return []
     tied, head = tied_names(module), output_head(module)
     embeddings = {name.removesuffix(".weight") for name in (*tied, *tied.values())}
     embeddings |= {name for name, submodule in module.named_modules() if submodule is head}
-    # By all names: a tied parameter must be the last one before and after the load that ties it.
+    # All names count: a tied parameter must be the last one both before and after the load that ties it.
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     last = {name.removesuffix(".weight") for name in names[-1:]}
-    kept = last - embeddings if include_embeddings else last | embeddings
-    # These hold for every dtype: a module that must not be float16 must not be int8 either.
+    float_modules = last - embeddings if include_embeddings else last | embeddings
+    # These lists count here for every dtype: a module that must not be float16 must not be int8 either.
     for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
-        kept |= set(private_attribute(module, attribute) or ())
-    return sorted(kept)
+        float_modules |= set(private_attribute(module, attribute) or ())
+    return sorted(float_modules)
 
 
 def last_with_bias(model: PreTrainedModel) -> list[str]:
-    """Return the module that ends a model with a bias, if one does: its weight is not the last parameter."""
+    """Return a list of the module whose bias ends a model; empty if the last parameter of the model is no bias."""
     last = next(reversed([name for name, _ in model.named_parameters(remove_duplicate=False)]), "")
     return [last.removesuffix(".bias")] if last.endswith(".bias") else []
 
 
 def output_head(module: nn.Module) -> nn.Module | None:
-    """Return the layer that makes a model's outputs of its last states, the one that is as long as its vocabulary."""
+    """Return the layer that makes a model's outputs of its last states, usually one per token of its vocabulary."""
     return module.get_output_embeddings() if isinstance(module, PreTrainedModel) else None
 
 
 def shallow_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Return another object of a model's class that shares all its parts and attributes.
+    """Return another object of a model's class that shares all submodules and attributes with it.
 
     `copy.copy` cannot copy the class that `fully_shard` gives a model.
     """
@@ -96,24 +96,24 @@ def was_loaded(parameter: Tensor) -> bool:
 
 
 def base_prefix(model: PreTrainedModel) -> str:
-    """Return what stands before the base model's parameters in a model with a head, e.g. `model.`; empty if unknown."""
+    """Return the prefix of the base model's parameters in a model with a head, e.g. `model.`; empty if unknown."""
     prefix = getattr(model, "base_model_prefix", "")
     return f"{prefix}." if prefix else ""
 
 
 def has_adapters(model: PreTrainedModel) -> bool:
-    """Return whether a model has adapters, so that saving it saves these alone."""
+    """Return whether a model has adapters. A save of such a model writes only these."""
     loaded = getattr(model, "_hf_peft_config_loaded", None)
     return bool(getattr(model, "peft_config", None)) if loaded is None else loaded
 
 
 def adapter_file(source: str) -> str | None:
-    """Return the file that describes the adapter of a saved model, in a directory or on the Hub; None without one."""
+    """Return the file that describes the adapter of a saved model, in a directory or on the Hub, or None."""
     return private("utils.peft_utils", "find_adapter_config_file")(source)
 
 
 def tasks_of(class_name: str) -> list[str]:
-    """Return the tasks of the Hub that a class of Transformers is for; none where a version has no table of them."""
+    """Return the tasks of the Hub that a class of Transformers is for; empty where a version has no table of them."""
     tables = getattr(import_module("transformers.modelcard"), "TASK_MAPPING", {})
     return [
         task
@@ -131,7 +131,7 @@ def registered_classes(config: Any) -> Iterator[Any]:
     for table in vars(import_module("transformers.models.auto.modeling_auto")).values():
         if not isinstance(table, table_class) or type(config) not in table:
             continue
-        # Some need a package that is missing, or are none.
+        # Some entries need a package that is missing, or name no class.
         with contextlib.suppress(ImportError, ValueError):
             registered = table[type(config)]
             yield from registered if isinstance(registered, tuple) else (registered,)
@@ -153,10 +153,10 @@ def model_origin(model: nn.Module) -> tuple[str | None, str | None]:
 
 
 def refuse_quantized_configurations(method: str) -> None:
-    """Let `from_config` refuse the configuration of a quantized model; on the meta device it makes its skeleton.
+    """Let `from_config` refuse the configuration of a quantized model, except on the meta device, for skeletons.
 
-    Transformers asks no quantizer there. It would make a float model of random weights that says of itself that it is
-    quantized, so that nothing could load what it saves.
+    Transformers asks no quantizer there. It would make a float model of random weights whose configuration says that it
+    is quantized, and no loader could read a save of that model.
     """
     original: Any = getattr(PreTrainedModel, "_from_config", None)
     if original is None:
@@ -180,9 +180,9 @@ def refuse_quantized_configurations(method: str) -> None:
 
 
 def hand_down_to_parts(method: str) -> None:
-    """Let the configuration of a part, read from the file of a whole that a method has quantized, say so too.
+    """Let the configuration of a part of a quantized model, read from the file of the model, say that it is quantized.
 
-    Transformers takes the part's own values from the file, such as `text_config`, and would load float weights.
+    Transformers takes only the part's own values from the file, such as `text_config`, and would load float weights.
     """
     original: Any = getattr(PreTrainedConfig, "get_config_dict", None)
     if original is None:
@@ -194,20 +194,21 @@ def hand_down_to_parts(method: str) -> None:
         described = values.get("quantization_config")
         is_ours = isinstance(described, dict) and described.get("quant_method") == method
         if is_ours and cls.model_type and values.get("model_type") != cls.model_type:
-            # Selectors name the whole's modules; in a file each weight has its format, if it is not the default.
-            parts = (part for name, part in values.items() if isinstance(part, dict) and name != "quantization_config")
-            for part in parts:
-                part["quantization_config"] = described
+            # Its selectors name modules of the model, not of the part. The part needs none: a weight file names the
+            # format of each weight that does not have the default one.
+            for name, section in values.items():
+                if isinstance(section, dict) and name != "quantization_config":
+                    section["quantization_config"] = described
         return values, unused
 
     PreTrainedConfig.get_config_dict = classmethod(get_config_dict)  # type: ignore[method-assign]
 
 
 def hide_from_initialization() -> None:
-    """Let Transformers write first values to float weights alone: whatever is quantized has its values.
+    """Let Transformers write initial values to float weights only, because quantized weights have their values.
 
-    Transformers marks weights that it has loaded, and its functions pass over these. But a class may write to a row of
-    a weight, which has no mark, or fill a table that it has made like the weight.
+    Transformers marks weights that it has loaded, and its functions skip these. But a class may write to a row of a
+    weight, which has no mark, or fill a table that it has made like the weight.
     """
     original: Any = getattr(PreTrainedModel, "initialize_weights", None)
     if original is None:
@@ -229,16 +230,16 @@ def hide_from_initialization() -> None:
 
 
 def _initialized_stand_in(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a parameter of the same shape that takes no memory and that Transformers takes for a loaded one."""
+    """Return a parameter of the same shape that takes no memory and has Transformers' mark of a loaded one."""
     stand_in = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), requires_grad=False)
     stand_in._is_hf_initialized = True  # type: ignore[attr-defined]
     return stand_in
 
 
 def adopt_before(names: Iterable[str], adopt: Callable[[PreTrainedModel], bool]) -> None:
-    """Let methods of Transformers call `adopt` first, and then the method that it has given a model, if it has.
+    """Let methods of Transformers' models first call `adopt`, which returns True if it has replaced them in a model.
 
-    A model may be composed of quantized parts, and nothing tells when it is: a part of a part may be exchanged.
+    A model may be composed of quantized parts, and no event tells when: a part of a part may be exchanged.
     """
     for name in names:
         original: Any = getattr(PreTrainedModel, name, None)
@@ -258,7 +259,7 @@ def _after_adopting(
 
 
 def quant_method(config: Any) -> object:
-    """Return the name of the method that a configuration or a quantizer has of its model; None for a float model."""
+    """Return the name of the quantization method in a configuration or a quantizer; None for a float model."""
     described = getattr(config, "quantization_config", None)
     return described.get("quant_method") if isinstance(described, dict) else getattr(described, "quant_method", None)
 
@@ -272,16 +273,16 @@ def configurations_within(config: PreTrainedConfig) -> Iterator[PreTrainedConfig
 
 
 def forget_method(model: PreTrainedModel, method: str) -> None:
-    """Let a model and the models in it say no longer that a method has quantized them: their weights are float."""
-    for part in model.modules():
-        if not isinstance(part, PreTrainedModel):
+    """Remove the marks of a quantization method from a model and the models in it, whose weights are float now."""
+    for submodel in model.modules():
+        if not isinstance(submodel, PreTrainedModel):
             continue
-        for config in configurations_within(part.config):
+        for config in configurations_within(submodel.config):
             if quant_method(config) == method:
                 vars(config).pop("quantization_config")
-        if quant_method(getattr(part, "hf_quantizer", None)) == method:
-            del part.hf_quantizer, part.quantization_method
-            part.is_quantized = False  # type: ignore[assignment]
+        if quant_method(getattr(submodel, "hf_quantizer", None)) == method:
+            del submodel.hf_quantizer, submodel.quantization_method
+            submodel.is_quantized = False  # type: ignore[assignment]
 
 
 def onnx_graph(model: nn.Module, inputs: Mapping[str, Any], opset: int, dynamic_shapes: Any = None) -> Any:
@@ -290,8 +291,8 @@ def onnx_graph(model: nn.Module, inputs: Mapping[str, Any], opset: int, dynamic_
     make_options = private("exporters.configs", "OnnxConfig")
     options = make_options(dynamic=True, opset_version=opset, dynamic_shapes=dynamic_shapes)
     # Transformers' exporter sets the argument in the model's configuration alone; T5's decoder has its own.
-    found = (getattr(each, "config", None) for each in model.modules())
-    caching = {id(config): config for config in found if getattr(config, "use_cache", None)}
+    configs = (getattr(module, "config", None) for module in model.modules())
+    caching = {id(config): config for config in configs if getattr(config, "use_cache", None)}
     with holding(caching.values() if inputs.get("use_cache") is False else (), "use_cache", False):
         exported = exporter.export(model, dict(inputs), options)
     # 5.17 returns PyTorch's program, 5.23 its own.
@@ -299,13 +300,13 @@ def onnx_graph(model: nn.Module, inputs: Mapping[str, Any], opset: int, dynamic_
 
 
 def cache_argument(model: nn.Module) -> str:
-    """Return under which of `CACHE_ARGUMENTS` a model takes and returns what earlier tokens left; "": under none."""
-    taken = inspect.signature(model.forward).parameters
-    return next((name for name in CACHE_ARGUMENTS if name in taken), "")
+    """Return the name among `CACHE_ARGUMENTS` by which a model takes and returns its cache; "" if it has none."""
+    arguments = inspect.signature(model.forward).parameters
+    return next((name for name in CACHE_ARGUMENTS if name in arguments), "")
 
 
 def is_cache(value: object) -> bool:
-    """Return whether a value holds what earlier tokens left: every cache of Transformers has this method."""
+    """Return whether a value is a cache of earlier tokens: every cache of Transformers has this method."""
     return hasattr(value, "get_seq_length")
 
 
@@ -316,12 +317,12 @@ def is_stateful(model: PreTrainedModel) -> bool:
 
 @contextlib.contextmanager
 def holding(objects: Iterable[Any], attribute: str, value: object) -> Iterator[None]:
-    """Let objects have another value of an attribute within the context."""
-    before = [(each, getattr(each, attribute)) for each in objects]
+    """Set an attribute of objects to another value within the context."""
+    before = [(owner, getattr(owner, attribute)) for owner in objects]
     try:
-        for each, _ in before:
-            setattr(each, attribute, value)
+        for owner, _ in before:
+            setattr(owner, attribute, value)
         yield
     finally:
-        for each, its_own in before:
-            setattr(each, attribute, its_own)
+        for owner, original in before:
+            setattr(owner, attribute, original)

@@ -1,4 +1,4 @@
-"""The names that tensors have in the files of a model, and those of its modules, for who loads a state dict himself."""
+"""Tensor names in a model's files and in its modules, for callers that load a state dict by themselves."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from hf_trainweights.tensor.stored_names import parse_stored_name
 def converted_names(module: nn.Module) -> set[str]:
     """Return the names in a model's files whose tensors are renamed, split, merged or transposed ones of the modules.
 
-    There are none for a quantized model, whose `ModuleNames` undo all this, for one that saves its adapters alone, and
-    for one that is none of Transformers.
+    The result is empty for a quantized model, whose `ModuleNames` undo all this, for a model that saves only its
+    adapters, and for a model of another library.
     """
     if not isinstance(module, PreTrainedModel) or getattr(module, "hf_quantizer", None) or has_adapters(module):
         return set()
@@ -32,7 +32,7 @@ def converted_names(module: nn.Module) -> set[str]:
 def renamed_tensors(module: nn.Module) -> dict[str, str]:
     """Return the module's name of each float tensor that a quantized model's files rename, by its name in the files.
 
-    A tensor that they split, merge or transpose has none.
+    A tensor that the files split, merge or transpose has no such name.
     """
     if not isinstance(module, PreTrainedModel) or not getattr(module, "hf_quantizer", None) or has_adapters(module):
         return {}
@@ -43,23 +43,23 @@ def renamed_tensors(module: nn.Module) -> dict[str, str]:
 
 
 def _float_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the tensors of a model on the meta device, but for those of a class of their own: quantized weights."""
+    """Return the tensors of a model on the meta device, except quantized weights, which have a class of their own."""
     return {name: tensor.to("meta") for name, tensor in model.state_dict().items() if type(tensor) is Tensor}
 
 
 class ModuleNames:
-    """A load_state_dict pre-hook by which a model takes tensors that its own files rename, split or merge.
+    """A load_state_dict pre-hook that lets a model take tensors that its own files rename, split or merge.
 
-    A Trainer resumes by `model.load_state_dict(tensors, strict=False)`, shard by shard, and would otherwise leave these
-    at their starting values. Tensors that make one together wait until all of them have come.
+    A Trainer resumes by `model.load_state_dict(tensors, strict=False)`, shard by shard. It would leave such parameters
+    at their starting values if there were no hook. Tensors that make one parameter together wait until all have come.
     """
 
     def __init__(self) -> None:
-        # By the first tensor that is made of them: the converter, and the pattern and tensor by the name in files.
+        # By the first parameter that is to be made: the converter, and by name in files the pattern and the tensor.
         self._waiting: dict[str, tuple[WeightConverter, dict[str, tuple[str, Any]]]] = {}
 
     def __call__(self, module: PreTrainedModel, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Replace tensors that no module has by those that a load from files makes of them, in place."""
+        """Replace tensors that no module has by the tensors that a load from files makes of them, in place."""
         tensors = {key.removeprefix(prefix): tensor for key, tensor in state_dict.items() if key.startswith(prefix)}
         names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         names |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
@@ -67,9 +67,9 @@ class ModuleNames:
         for conversions in _conversions_of(module) if unknown else ():
             for name in sorted(unknown, key=private("core_model_loading", "dot_natural_key")):
                 target, converter, pattern = _made_of(name, tensors[name], conversions)
-                # A load takes the base model's prefix away, or puts it there, where that makes a name of the model.
+                # A load also removes or adds the base model's prefix if that gives a name of the model.
                 others = (target.removeprefix(prefix_of_base), prefix_of_base + target) if converter is None else ()
-                target = next((each for each in (target, *others) if _weight_of(each) in names), None)
+                target = next((option for option in (target, *others) if _weight_of(option) in names), None)
                 if target is None:
                     continue
                 unknown.remove(name)
@@ -84,7 +84,7 @@ class ModuleNames:
                 state_dict |= {prefix + name: tensor for name, tensor in self._convert(module, target).items()}
 
     def _complete(self, model: PreTrainedModel, conversions: Sequence[Any]) -> list[str]:
-        """Return the waiting targets of which all tensors have come."""
+        """Return the waiting targets whose tensors have all come."""
         if not self._waiting:
             return []
         saved = checkpoint_tensors(model, _float_state(model))
@@ -92,7 +92,7 @@ class ModuleNames:
         return [target for target, (_, parts) in self._waiting.items() if len(parts) == counts[target]]
 
     def _convert(self, model: PreTrainedModel, target: str) -> dict[str, Tensor]:
-        """Return the tensors that are made of those that waited for a target."""
+        """Return the parameters that a converter makes of the tensors that waited for a target."""
         converter, parts = self._waiting.pop(target)
         for name in sorted(parts, key=private("core_model_loading", "dot_natural_key")):
             converter.add_tensor(target, name, *parts[name])
@@ -106,7 +106,7 @@ def _weight_of(name: str) -> str:
 
 
 def _conversions_of(model: PreTrainedModel) -> Iterator[list[Any]]:
-    """Yield copies of the conversions that a save of a model reverts, then those of its class: they note their use."""
+    """Yield the conversions that a save of a model reverts, as copies because they note their use, then its class's."""
     used: list[Any] | None = getattr(model, "_weight_conversions", None)
     if used:
         yield copy.deepcopy(used)
@@ -114,9 +114,9 @@ def _conversions_of(model: PreTrainedModel) -> Iterator[list[Any]]:
 
 
 def _made_of(name: str, tensor: Tensor, conversions: Sequence[Any]) -> tuple[str, WeightConverter | None, str]:
-    """Return the first tensor that is made of one of a file, and if a converter makes it a new one and its pattern.
+    """Return the first parameter that is made of a tensor in a file, the converter that makes it, and the pattern.
 
-    Stored tensors of quantized weights, and guards, are renamed alone.
+    The converter is None if the tensor is only renamed, as stored tensors of quantized weights and guards are.
     """
     renamed = name_for_transformers(name) if is_guard(tensor) else name
     for renaming in conversions:

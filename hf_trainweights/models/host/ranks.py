@@ -1,7 +1,7 @@
-"""What ranks that hold parts of one model do: they fail alike, and the first one writes for all.
+"""Ranks that hold parts of one model: all fail with the error of one, and the first writes files for all.
 
-Also what Transformers' own parallelism asks of a quantizer: how it reads weights, wraps parts and runs modules; and
-whether a Trainer's checkpoints are of one rank or of all.
+The module also serves Transformers' own parallelism, which reads weights, wraps parts and runs modules, and finds out
+whether one rank or all ranks write a Trainer's checkpoints.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _Result = TypeVar("_Result")
 class LocalPart:
     """A rank's part of a weight on its way into the model, where Transformers wraps it as a DTensor.
 
-    Transformers calls `contiguous` on it, which of a weight that is stored transposed would make float values. The
-    stored tensors are contiguous already.
+    Transformers calls `contiguous` on it. That would dequantize a weight that is stored transposed. The stored tensors
+    are contiguous already, so this class returns the part unchanged.
     """
 
     def __init__(self, part: Tensor):
@@ -60,11 +60,11 @@ def is_loaded_by_ranks(model: PreTrainedModel) -> bool:
 
 
 def read_whole(model: PreTrainedModel, choose: Callable[[Mapping[str, Any]], Iterable[str]]) -> RemovableHandle:
-    """Make Transformers read some weights whole on every rank while it loads a model, and not this rank's part alone.
+    """Make Transformers read some weights unsharded on every rank while it loads a model, not only this rank's part.
 
-    Transformers asks the model's state dict what is a DTensor, and cuts what it reads for it as the values of a float
-    weight lie. Stored tensors of a quantized weight lie otherwise. `choose` gets the distributed parameters by name and
-    returns those to read whole. The handle that is returned ends it.
+    Transformers finds the DTensors in the model's state dict, and cuts the tensors that it reads for them like float
+    weights. Stored tensors of a quantized weight are arranged differently. `choose` gets the distributed parameters by
+    name and returns the names of those to read unsharded. The returned handle removes the hook.
     """
 
     def show_plain(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object) -> None:
@@ -76,7 +76,7 @@ def read_whole(model: PreTrainedModel, choose: Callable[[Mapping[str, Any]], Ite
 
 
 def plan_of(model: PreTrainedModel, name: str) -> str:
-    """Return what cuts a weight: its style in the model's plan, or "its placements" where a version does not say."""
+    """Return how errors name the rule that cuts a weight: by its style in the model's plan, if the version has one."""
     plans: dict[str, str] = {**(getattr(model, "_ep_plan", None) or {}), **(getattr(model, "_tp_plan", None) or {})}
     pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
     style = next((plans[key] for key in (name, pattern, pattern.rpartition(".")[0]) if key in plans), None)
@@ -84,18 +84,18 @@ def plan_of(model: PreTrainedModel, name: str) -> str:
 
 
 def run_on_parts(model: nn.Module) -> None:
-    """Freeze the quantized parts of a model and make their modules multiply by them as they are, not by DTensors."""
+    """Freeze the quantized parts of a model, and make modules multiply by the local parts instead of DTensors."""
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if is_distributed(parameter) and isinstance(local_tensor(parameter), QuantizedTensor):
                 parameter.requires_grad_(False)
-                # A table of embeddings is looked up as a DTensor, which leaves out the rows of other ranks.
+                # An embedding stays a DTensor: its look-up leaves out the rows of other ranks.
                 if not isinstance(module, nn.Embedding):
                     module._hf_quantized_needs_local_tp = True  # pyright: ignore[reportArgumentType]
 
 
 def without_ranks(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy that shares all with a model, but which Transformers saves like one that is not distributed."""
+    """Return a copy that shares all with a model, but that Transformers saves like one that is not distributed."""
     alone = shallow_copy(model)
     alone.config = copy.copy(model.config)
     alone.config.distributed_config = None
@@ -104,9 +104,10 @@ def without_ranks(model: PreTrainedModel) -> PreTrainedModel:
 
 @contextlib.contextmanager
 def failing_alike(together: bool) -> Iterator[None]:
-    """Raise on every rank what is raised on one of them within the context, so that none waits for one that has gone.
+    """Raise an error of one rank within the context on every rank, so that no rank waits for one that has left.
 
-    If ranks work `together` at all, every one must enter it. What cannot be sent is raised as a `TrainWeightsError`.
+    If ranks work `together`, each of them must enter the context. An error that cannot be pickled reaches other ranks
+    as a `TrainWeightsError`.
     """
     failure: BaseException | None = None
     try:
@@ -117,53 +118,53 @@ def failing_alike(together: bool) -> Iterator[None]:
     if together and dist.is_available() and dist.is_initialized():
         failures = [None] * dist.get_world_size()
         dist.all_gather_object(failures, _as_sent(failure))
-    failure = failure or next((each for each in failures if each is not None), None)
+    failure = failure or next((error for error in failures if error is not None), None)
     if failure is not None:
         raise failure
 
 
 def _as_sent(error: BaseException | None) -> BaseException | None:
-    """Return an error that other processes can unpickle."""
+    """Return an error that other processes can unpickle: this one, or one with its text."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        found = f"{type(error).__name__}: {error}"
-        return TrainWeightsError("another rank", "no error", found, "See what that rank says.")
+        text = f"{type(error).__name__}: {error}"
+        return TrainWeightsError("another rank", "no error", text, "See what that rank says.")
     return error
 
 
-def is_in_parts(model: PreTrainedModel, given: Mapping[str, Any] | None = None) -> bool:
-    """Return whether ranks hold parts of what is to be saved: the state dict that is given, else the model's own."""
-    return any(is_distributed(tensor) for tensor in (model.parameters() if given is None else given.values()))
+def is_in_parts(model: PreTrainedModel, state_dict: Mapping[str, Any] | None = None) -> bool:
+    """Return whether ranks hold parts of the tensors of a state dict, or of the model's parameters without one."""
+    return any(is_distributed(tensor) for tensor in (model.parameters() if state_dict is None else state_dict.values()))
 
 
-def gather_on_first_rank(model: PreTrainedModel, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the whole state dict of a model on the first rank, on all others an empty one; every rank must call it.
+def gather_on_first_rank(model: PreTrainedModel, state_dict: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the unsharded state dict of a model on the first rank, an empty one on others. Every rank must call it.
 
-    One weight after another is gathered, as codes and scales, and put on the CPU; a tied one is under each of its
+    It gathers one weight after another, as codes and scales, and puts it on the CPU. A tied weight is under each of its
     names.
     """
-    state_dict = dict(model.state_dict(keep_vars=True) if given is None else given)
+    tensors = dict(model.state_dict(keep_vars=True) if state_dict is None else state_dict)
     gathered: dict[int, Any] = {}
-    for name, tensor in state_dict.items():
+    for name, tensor in tensors.items():
         if is_distributed(tensor):
             if id(tensor) not in gathered:
-                whole = gather(tensor).detach()
-                gathered[id(tensor)] = whole.cpu() if dist.get_rank() == 0 else None
-            state_dict[name] = gathered[id(tensor)]
+                unsharded = gather(tensor).detach()
+                gathered[id(tensor)] = unsharded.cpu() if dist.get_rank() == 0 else None
+            tensors[name] = gathered[id(tensor)]
     if dist.get_rank() != 0:
         return {}
-    return {name: tensor.detach() if isinstance(tensor, Tensor) else tensor for name, tensor in state_dict.items()}
+    return {name: tensor.detach() if isinstance(tensor, Tensor) else tensor for name, tensor in tensors.items()}
 
 
 def on_first_rank(work: Callable[[], _Result]) -> _Result | None:
-    """Return on the first rank what a function returns, None on all others; its error is raised on every rank."""
+    """Call a function on the first rank and return its result, None on others. Every rank raises its error."""
     with failing_alike(together=True):
         return work() if dist.get_rank() == 0 else None
 
 
 class Sharding(Enum):
-    """What a Trainer writes into a checkpoint."""
+    """The kind of files that a Trainer writes into a checkpoint."""
 
     NONE = "files of one rank"
     FULL = "files of one rank, gathered from all (FSDP, FULL_STATE_DICT)"
@@ -172,7 +173,7 @@ class Sharding(Enum):
 
 
 def sharding_of(args: Any) -> Sharding:
-    """Return what a Trainer with these `TrainingArguments` writes; its accelerator exists."""
+    """Return the kind of files that a Trainer with these `TrainingArguments` writes. Its accelerator must exist."""
     state = AcceleratorState() if is_initialized() else None
     plugin = getattr(state, "fsdp_plugin", None)
     if plugin is None:

@@ -1,8 +1,8 @@
-"""The stored tensors of quantized weights between Transformers' renamings and converters, both ways.
+"""Names of the stored tensors of quantized weights: how they pass Transformers' renamings and converters.
 
-A renaming fits their names as it fits those of float weights. A converter does not: it would join the codes of several
-weights, or transpose them. So a save renames stored tensors and converts float tensors alone, and a load takes stored
-tensors out before any converter of the model sees them.
+A renaming fits these names as it fits the names of float weights. A converter must not see stored tensors: it would
+join the codes of several weights, or transpose them. So a save renames stored tensors and converts only float tensors,
+and a load takes stored tensors out before any converter of the model sees them.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ except ImportError as error:
 class StoredNames:
     """The parameters of a model that the stored tensors of a checkpoint belong to.
 
-    A renaming may not fit a stored name, or fit a name that needs none. Transformers then loads a float tensor by its
-    own name, and so does this class.
+    A renaming may miss a stored name, or match a name that needs no renaming. Transformers then loads a float tensor
+    by its original name, and this class treats stored tensors alike.
 
     Args:
         model: The model, or its skeleton.
         conversions: The renamings and converters of the load.
-        weights: The names that quantized weights have in the checkpoint.
+        weights: Names of the quantized weights in the checkpoint.
     """
 
     def __init__(self, model: PreTrainedModel, conversions: Iterable[Any], weights: Iterable[str] = ()):
         tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-        self._own = {name for name, _ in tensors}
+        self._tensor_names = {name for name, _ in tensors}
         self._prefix = base_prefix(model)
-        # Copies: a save reverts the renamings that the load itself has used.
-        self._renamings = [copy.deepcopy(each) for each in conversions if isinstance(each, WeightRenaming)]
+        # Copies, because they note their use: a save reverts the renamings that the load itself has used.
+        self._renamings = [copy.deepcopy(item) for item in conversions if isinstance(item, WeightRenaming)]
         self._weights = tuple(weights)
 
     def find(self, renamed_key: str) -> tuple[str, str] | None:
-        """Return parameter and suffix of a stored tensor by its renamed name; None for the name of a float tensor."""
-        if renamed_key in self._own:
+        """Return parameter and suffix of a stored tensor by its renamed name; None if the name is a float tensor's."""
+        if renamed_key in self._tensor_names:
             return None
         parsed = parse_stored_name(renamed_key)
         if parsed is not None and self._own_name(parsed[0]) is not None:
             return parsed
-        return self._elsewhere.get(renamed_key, parsed)
+        return self._by_renamed_name.get(renamed_key, parsed)
 
     def parameter_of_stored(self, key: str) -> str | None:
-        """Return the parameter that a stored tensor belongs to by its name in a checkpoint; None if there is none."""
+        """Return the parameter that a stored tensor of this name in a checkpoint belongs to, or None."""
         parsed, renamed = parse_stored_name(key), parse_stored_name(self._rename(key))
         candidates = [renamed[0]] if renamed else []
         if parsed is not None:
@@ -63,28 +63,28 @@ class StoredNames:
         return next((own for own in map(self._own_name, candidates) if own is not None), None)
 
     def parameter_of_float(self, key: str) -> str | None:
-        """Return the parameter that a float tensor is loaded into by its name in a checkpoint."""
+        """Return the parameter that a float tensor of this name in a checkpoint is loaded into, or None."""
         return self._own_name(self._rename(key)) or self._own_name(key)
 
     @functools.cached_property
-    def _elsewhere(self) -> dict[str, tuple[str, str]]:
+    def _by_renamed_name(self) -> dict[str, tuple[str, str]]:
         """Parameter and suffix of each stored tensor, by its renamed name."""
-        found: dict[str, tuple[str, str]] = {}
+        parameters: dict[str, tuple[str, str]] = {}
         for weight in self._weights:
             for suffix in stored_suffixes():
                 key = stored_name(weight, suffix)
                 parameter = self.parameter_of_stored(key)
                 if parameter is not None:
-                    found[self._rename(key)] = parameter, suffix
-        return found
+                    parameters[self._rename(key)] = parameter, suffix
+        return parameters
 
     def _rename(self, key: str) -> str:
         return _renamed(key, self._renamings)
 
     def _own_name(self, name: str) -> str | None:
-        """Return the name in the model, which may have the base model's prefix, or lack it."""
-        without = name.removeprefix(self._prefix)
-        return next((each for each in (name, without, self._prefix + name) if each in self._own), None)
+        """Return the name in the model, with or without the base model's prefix, or None."""
+        options = (name, name.removeprefix(self._prefix), self._prefix + name)
+        return next((option for option in options if option in self._tensor_names), None)
 
 
 def conversions_of_class(model: PreTrainedModel) -> list[Any]:
@@ -97,24 +97,24 @@ def conversions_to_revert(model: PreTrainedModel) -> list[Any]:
     used = getattr(model, "_weight_conversions", None)
     if used is not None:
         return used
-    # A model that was not loaded has no prefix that its checkpoint had.
+    # A model that was not loaded has no checkpoint whose prefix a save would restore.
     return [conversion for conversion in conversions_of_class(model) if not isinstance(conversion, PrefixChange)]
 
 
 def conversions_to_load(model: PreTrainedModel) -> list[Any]:
-    """Return the renamings and converters that load what a save of a model writes, a user's `key_mapping` first."""
+    """Return the renamings and converters that load a save of a model, a user's `key_mapping` first."""
     of_class = private("conversion_mapping", "get_model_conversion_mapping")(model)
     return [*without(conversions_to_revert(model), of_class), *of_class]
 
 
 def without(conversions: Iterable[Any], others: Iterable[Any]) -> list[Any]:
-    """Return the conversions that are not among others, by their patterns and by the submodel that they are for."""
+    """Return the conversions that are not among others. Those with the same patterns and submodel count as equal."""
     patterns = {(other.scope_prefix, *other.source_patterns) for other in others}
-    return [each for each in conversions if (each.scope_prefix, *each.source_patterns) not in patterns]
+    return [item for item in conversions if (item.scope_prefix, *item.source_patterns) not in patterns]
 
 
 def renames_float_alone(renaming: Any, weights: Iterable[str]) -> bool:
-    """Return whether a save would rename one of some weights by the inverse of a renaming if it were float."""
+    """Return whether the inverse of a renaming matches the name of a float weight, but not of its stored tensors."""
     if isinstance(renaming, PrefixChange):
         return False
     rename = renaming.reverse_transform().rename_source_key
@@ -122,9 +122,9 @@ def renames_float_alone(renaming: Any, weights: Iterable[str]) -> bool:
 
 
 def joined_by_save(model: PreTrainedModel, names: Iterable[str]) -> list[set[str]]:
-    """Return the parameters that a save of a float model joins, together those that one tensor is made of."""
-    reverts = [each.reverse_transform() for each in conversions_to_revert(model)[::-1]]
-    converters = [each for each in reverts if isinstance(each, WeightConverter)]
+    """Return the groups of parameters that a save of a float model joins into one tensor each."""
+    reverts = [conversion.reverse_transform() for conversion in conversions_to_revert(model)[::-1]]
+    converters = [conversion for conversion in reverts if isinstance(conversion, WeightConverter)]
     joined: dict[str, set[str]] = defaultdict(set)
     for name in names if converters else ():
         for converter in converters:
@@ -137,14 +137,14 @@ def joined_by_save(model: PreTrainedModel, names: Iterable[str]) -> list[set[str
 
 def renamed_by_load(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     """Return the names that a load of this class gives to tensors of a checkpoint that no converter takes."""
-    renamings = [each for each in conversions_to_load(model) if isinstance(each, WeightRenaming)]
+    renamings = [item for item in conversions_to_load(model) if isinstance(item, WeightRenaming)]
     return {name: _renamed(name, renamings) for name in names}
 
 
 def renamed_by_save(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     """Return the names that a save gives to tensors that it only renames."""
-    reverts = [each.reverse_transform() for each in conversions_to_revert(model)[::-1]]
-    renamings = [each for each in reverts if isinstance(each, WeightRenaming)]
+    reverts = [conversion.reverse_transform() for conversion in conversions_to_revert(model)[::-1]]
+    renamings = [conversion for conversion in reverts if isinstance(conversion, WeightRenaming)]
     return {name: _renamed(name, renamings) for name in names}
 
 
@@ -155,13 +155,13 @@ def _renamed(name: str, renamings: Iterable[Any]) -> str:
 
 
 def revert_apart(model: PreTrainedModel, unconverted: Collection[str], unchanged: Collection[str]) -> None:
-    """Let a save of this object convert or rename some tensors no more.
+    """Exclude tensors from the conversions of a later save of this very object.
 
-    `unconverted` are renamed alone, and `unchanged` keep their names.
+    The save only renames the `unconverted` ones, and keeps the names of the `unchanged` ones.
     """
     model._weight_conversions = [  # pyright: ignore[reportArgumentType]  (nn.Module takes any attribute)
-        _SparingConverter(each, unconverted) if isinstance(each, WeightConverter) else _SparingRenaming(each, unchanged)
-        for each in conversions_to_revert(model)
+        _SparingConverter(item, unconverted) if isinstance(item, WeightConverter) else _SparingRenaming(item, unchanged)
+        for item in conversions_to_revert(model)
     ]
 
 
@@ -183,7 +183,7 @@ class _SparingRenaming(WeightRenaming):
 
 
 class _SparingConverter(WeightConverter):
-    """A converter that does not take the tensors of some names; its copies are those of the converter within."""
+    """A converter that does not take the tensors of some names. Its deep copies are copies of the inner converter."""
 
     __slots__ = ("inner", "spared")
 

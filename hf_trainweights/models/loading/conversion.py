@@ -1,10 +1,10 @@
-"""How weights become quantized while Transformers loads them: the quantizer's operations, and what they share.
+"""Operations that make quantized weights while Transformers loads them, and the state of a load that they share.
 
 Every operation makes its weight through `LoadState.parameter_or_stand_in`, so that a typed error survives the load.
 
-Experts are quantized one by one, so that no merged float weight is ever in memory. They are quantized independently,
-and rows too, except in formats in which the rows of an expert share something. So stacking and concatenating rows of
-codes gives the very tensors that quantizing the merged weight gives.
+Experts are quantized one by one, so that no merged float weight is ever in memory. Experts do not depend on each other,
+nor do rows, except in formats whose rows share stored tensors within an expert. So stacked experts and concatenated
+rows of codes are exactly the tensors that quantizing the merged weight would give.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from hf_trainweights.tensor.stored_names import CODED_SUFFIXES, unflatten_weight
 Made = TypeVar("Made")
 Weight = TypeVar("Weight", bound=Tensor)
 
-# Whether loads in this thread are to write the weights elsewhere, and what takes what they make.
+# Whether loads in this thread serve to write the weights elsewhere, and the spill for tensors that they make.
 _to_write: ContextVar[tuple[bool, Spill | None]] = ContextVar("to_write", default=(False, None))
 
 
 @contextlib.contextmanager
 def loading_to_write(spill: Spill | None) -> Iterator[None]:
-    """Let loads in this thread put what they make into files, in memory without a spill, and say nothing of products.
+    """Let loads in this thread put the tensors that they make into a spill's files, and not warn of slow products.
 
-    What they map stays where it is.
+    If `spill` is None, these tensors stay in memory. Tensors that a load maps from a file stay there.
     """
     token = _to_write.set((True, spill))
     try:
@@ -65,7 +65,7 @@ class LoadState:
         self.default = default
         self.choices: dict[str, Choice] = {}
         self.stored: Mapping[str, StoredWeight] = {}
-        # What cuts each weight that ranks hold parts of and that Transformers reads whole.
+        # The rule that cuts each distributed weight that Transformers reads unsharded, as errors name it.
         self.plans: dict[str, str] = {}
         self.error: TrainWeightsError | None = None
         self.is_to_write, self.spill = _to_write.get()
@@ -75,8 +75,8 @@ class LoadState:
     ) -> Tensor | LocalPart:
         """Return a weight, as a parameter if quantized; once the load has failed, a stand-in that takes no memory.
 
-        `make` gets the shape that a float weight or the weight of stored tensors arrives in. Where ranks hold parts of
-        the weight, the part of this rank is returned.
+        `make` gets the shape that was read: that of the unsharded weight, or of this rank's part. If ranks hold parts
+        of the weight, this rank's part is returned.
         """
         local = local_tensor(skeleton).shape
         shape = skeleton.shape if name in self.plans else local
@@ -89,7 +89,7 @@ class LoadState:
         return as_parameter(made) if isinstance(made, QuantizedTensor) else made
 
     def attempt(self, make: Callable[[], Made]) -> Made | None:
-        """Return what a function makes, None once the load has failed; a typed error that it raises is kept."""
+        """Return the result of a function, or None once the load has failed. Keep the first typed error."""
         if self.error is None:
             try:
                 return make()
@@ -102,29 +102,28 @@ class LoadState:
         return None
 
     def _own_part(self, name: str, weight: Tensor, skeleton: Tensor) -> Tensor:
-        """Return what this rank holds of a weight that was read: its part of one that was read whole."""
+        """Return this rank's part of a weight: cut out of an unsharded weight, or as it was read."""
         if not is_distributed(skeleton):
             return weight
         if not isinstance(weight, QuantizedTensor):
-            expected, found = "float weights as they are", "an entropy-coded one"
             next_step = "Load the model in one process, and save it without compress for several."
-            raise UnsupportedError(name, expected, found, next_step)
-        part = cut(weight, skeleton, name, self.plans[name]) if name in self.plans else weight
-        part.padded_rows = Placed(name, part.format, part.transposed, skeleton).gathered_rows()
-        return part
+            raise UnsupportedError(name, "float weights as they are", "an entropy-coded one", next_step)
+        local = cut(weight, skeleton, name, self.plans[name]) if name in self.plans else weight
+        local.padded_rows = Placed(name, local.format, local.transposed, skeleton).gathered_rows()
+        return local
 
     def plan_cuts(self, model: PreTrainedModel, parameters: Mapping[str, Any], pre_quantized: bool) -> Iterable[str]:
-        """Return the weights that every rank reads whole, and keep what cuts them.
+        """Return the weights that every rank reads unsharded, and keep the rules that cut them.
 
-        Of a quantized checkpoint these are the quantized weights. Of a float one they are those whose codes depend on
-        more than this rank's part: of the others Transformers reads the part alone, which is then quantized.
+        In a quantized checkpoint these are the quantized weights, in a float one the weights whose codes depend on more
+        than this rank's part. For the others Transformers reads only the part, which is then quantized.
         UnsupportedError: a part would be empty, or would end within a group.
         """
         self.plans = {}
         for name, parameter in parameters.items():
             choice, plan = self.choices.get(name), plan_of(model, name)
             if pre_quantized:
-                # Its format is known when its stored tensors are there.
+                # The parts are checked when the stored tensors are read: only these tell the format.
                 if self._is_stored_quantized(model, name):
                     self.plans[name] = plan
             elif choice is not None and choice.format is not None:
@@ -135,15 +134,15 @@ class LoadState:
         return self.plans
 
     def _is_stored_quantized(self, model: PreTrainedModel, name: str) -> bool:
-        """Return whether files have a weight quantized; where they have another name for it, what was chosen tells."""
+        """Return whether a weight is quantized in its file. If it has another name there, the choices decide."""
         prefix = base_prefix(model)
-        for known in (name, name.removeprefix(prefix), prefix + name):
-            if known in self.stored:
-                return self.stored[known].kind == "quantized"
+        for option in (name, name.removeprefix(prefix), prefix + name):
+            if option in self.stored:
+                return self.stored[option].kind == "quantized"
         return name in self.choices
 
     def _file(self, name: str) -> str:
-        """Return the file that holds a weight; the directory where the checkpoint has it under another name."""
+        """Return the file that holds a weight, or the directory if the checkpoint has it under another name."""
         if name in self.stored:
             return str(self.stored[name].file)
         files = sorted({weight.file for weight in self.stored.values()})
@@ -151,18 +150,18 @@ class LoadState:
 
 
 def keep_in(spill: Spill | None, weight: Weight) -> Weight:
-    """Return a weight that was made, its tensors in files if there is a spill."""
+    """Return a new weight, with its tensors in files if there is a spill."""
     if spill is None:
         return weight
-    # What was freed for the last weight is in pieces that the next one does not fit into.
+    # The memory that the last weight left is in pieces that are too small for the next one.
     return_freed_memory()
     return weight.map(spill.keep) if isinstance(weight, QuantizedTensor) else spill.keep(weight)  # type: ignore[return-value]
 
 
 def return_freed_memory() -> None:
-    """Give memory that was freed back to the operating system, where the C library can (glibc).
+    """Give freed memory back to the operating system, where the C library can (glibc).
 
-    Between quantized weights stay holes where buffers were, in some processes 37 MB beside 92 MB of weights.
+    Freed buffers leave holes between quantized weights, in some processes 37 MB beside 92 MB of weights.
     """
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -179,12 +178,12 @@ class TrainWeightsQuantize(QuantizerOp):
     def convert(  # pyright: ignore[reportIncompatibleMethodOverride]  (the base names arguments that no caller passes)
         self, input_dict: dict[str, Any], model: Any = None, **_: Any
     ) -> dict[str, Any]:
-        """Quantize each entry, a tensor or a list of one, that the quantizer chose a format for."""
+        """Quantize each entry, a tensor or a list of one, for which the quantizer chose a format."""
         loaded = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
         return {name: self.quantize_one(name, weight, model) for name, weight in loaded.items()}
 
     def quantize_one(self, name: str, weight: Tensor, model: Any) -> Any:
-        """Quantize a weight, or return it as it is where no format was chosen for it."""
+        """Quantize a weight, or return it as it is if no format was chosen for it."""
         choice = self.state.choices.get(name)
         if choice is None:
             return weight
@@ -196,7 +195,7 @@ class TrainWeightsQuantize(QuantizerOp):
         return self.state.parameter_or_stand_in(name, model.get_parameter_or_buffer(name), make)
 
     def merge(self, name: str, parts: Sequence[Sequence[NamedLoad]], model: Any) -> Any:
-        """Quantize experts before they are merged; None if the weight stays float or its layer keeps it transposed."""
+        """Quantize experts before they are merged. None if the weight stays float, or its layer holds it transposed."""
         choice = self.state.choices.get(name)
         if choice is None or choice.format is None or choice.transposed:
             return None
@@ -217,12 +216,12 @@ class TrainWeightsDeserialize(QuantizerOp):
     def convert(  # pyright: ignore[reportIncompatibleMethodOverride]  (the base names arguments that no caller passes)
         self, input_dict: dict[str, Any], model: Any = None, full_layer_name: str = "", **_: Any
     ) -> dict[str, Any]:
-        """Build one weight from its stored tensors, lists of one."""
+        """Build one weight from its stored tensors, each of them a tensor or a list of one."""
         skeleton = model.get_parameter_or_buffer(full_layer_name)
         collected = collected_by_suffix(input_dict).items()
         tensors = {suffix: value[0] if isinstance(value, list) else value for suffix, value in collected}
 
-        # All but decoded weights are views of the file.
+        # Weights that are not decoded are views of the file, so they need no spill.
         spill = self.state.spill if tensors.keys() & CODED_SUFFIXES else None
 
         def make(shape: torch.Size) -> Tensor:
@@ -234,7 +233,7 @@ class TrainWeightsDeserialize(QuantizerOp):
 
 
 def _check_shape(name: str, weight: Tensor, shape: torch.Size) -> None:
-    # Transformers up to 5.22 takes a quantized weight of any shape.
+    # Transformers up to 5.22 accepts a quantized weight of any shape.
     if weight.shape != shape:
         raise wrong_shape(name, tuple(shape), str(tuple(weight.shape)))
 
@@ -244,8 +243,8 @@ def _quantize_experts(
 ) -> QuantizedTensor:
     """Quantize the experts of a weight `[E, N, K]` one by one and put them together.
 
-    `parts` are concatenated along N, each of them one tensor per expert; one of another rank loads None. `count` is the
-    number of experts that all ranks hold together.
+    `parts` are concatenated along N. Each of them has one tensor per expert, which loads None if the expert is another
+    rank's. `count` is the number of experts that all ranks hold together.
     """
     _, N, K = shape
     _check_count(name, count, parts)
@@ -256,7 +255,7 @@ def _quantize_experts(
         if not weights:
             continue
         if not form.has_independent_rows and len(weights) > 1:
-            # What the rows of an expert share is chosen by all of them.
+            # The stored tensors that rows of an expert share depend on all its rows.
             weights = [(_names(weights), torch.cat([weight for _, weight in weights]))]
         row = 0
         for source_name, weight in weights:
@@ -276,30 +275,30 @@ def _quantize_experts(
 
 
 def rows_of_experts(name: str, shape: Sequence[int], parts: Sequence[Sequence[NamedLoad]], numbers: Tensor) -> Tensor:
-    """Return new float rows `[n, K]` of experts `[E, N, K]`, read expert by expert.
+    """Return float rows `[n, K]` of experts `[E, N, K]` as a new tensor, read expert by expert.
 
-    `numbers` are theirs among the rows of all experts, in order.
+    `numbers` are the positions of these rows among the rows of all experts, in order.
     """
     E, N, K = shape
     _check_count(name, E, parts)
-    found = []
+    rows = []
     for expert in range(E):
         wanted = numbers[numbers // N == expert] % N
         if len(wanted):
-            weights = _load_expert([part[expert] for part in parts], N, K)
-            found.append(torch.cat([weight for _, weight in weights])[wanted])
-    return torch.cat(found)
+            weights = _load_expert([sources[expert] for sources in parts], N, K)
+            rows.append(torch.cat([weight for _, weight in weights])[wanted])
+    return torch.cat(rows)
 
 
 def _check_count(name: str, E: int, parts: Sequence[Sequence[NamedLoad]]) -> None:
-    if any(len(part) != E for part in parts):
-        counts = " and ".join(str(len(part)) for part in parts)
+    if any(len(sources) != E for sources in parts):
+        counts = " and ".join(str(len(sources)) for sources in parts)
         next_step = "A shard is missing; download or save the model and its config.json again."
         raise CorruptFileError(name, f"{E} experts", counts, next_step)
 
 
 def _load_expert(sources: Sequence[NamedLoad], N: int, K: int) -> list[tuple[str, Tensor]]:
-    """Return the parts of one expert `[N, K]` with their names in the checkpoint, none if it is for another rank."""
+    """Return the tensors of one expert `[N, K]` with their names in the checkpoint, or [] if it is another rank's."""
     loaded = [(source_name, load()) for source_name, load in sources]
     weights = [(source_name, weight) for source_name, weight in loaded if weight is not None]
     shapes = [tuple(weight.shape) for _, weight in weights]

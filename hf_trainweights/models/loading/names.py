@@ -26,7 +26,7 @@ from hf_trainweights.tensor.stored_names import stored_suffixes
 
 
 class _Skeleton(QuantizerOp):
-    """Puts a weight without values in the place of its stored tensors."""
+    """Puts a weight without values, the skeleton's own, in the place of its stored tensors."""
 
     def convert(  # pyright: ignore[reportIncompatibleMethodOverride]  (the base names arguments that no caller passes)
         self, input_dict: dict[str, Any], model: Any = None, full_layer_name: str = "", **_: Any
@@ -38,7 +38,7 @@ class _Skeleton(QuantizerOp):
 def wrong_names(
     cls: type[PreTrainedModel], config: PretrainedConfig, files: Sequence[Path], directory: Path
 ) -> dict[str, str]:
-    """Return for each name that a load of weight files would get wrong what is wrong with it.
+    """Return the names that a load of weight files would get wrong, each with its problem.
 
     CorruptFileError: a file is damaged, or a quantized weight in it.
     """
@@ -56,6 +56,6 @@ def wrong_names(
     ours = make_converter(find, stored_suffixes(), _Skeleton())
     wrong = names_of_load(model, tensors, [ours, *conversions])
     missing = {name for name, problem in wrong.items() if problem == MISSING}
-    # A tied parameter is in a checkpoint under one of its names.
+    # A checkpoint needs only one of the names of a tied parameter.
     tied = {name for name in missing if not missing.issuperset(aliases.get(name, [name]))}
     return {name: problem for name, problem in wrong.items() if name not in tied}

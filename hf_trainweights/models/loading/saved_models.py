@@ -31,29 +31,29 @@ from hf_trainweights.models.loading.stored_weights import (
 
 _FOREIGN = (*FOREIGN_WEIGHTS, "onnx/*", "openvino/*")
 _TORCH = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-# Tensors that no weight needs: other quantizers round activations and caches by some, older classes computed the rest.
+# Tensors that are no weights: other quantizers' scales of activations and caches, and values that older classes saved.
 _NO_WEIGHTS = re.compile(
     r"(.*\.)?(([kvq]|input|output|activation)_(scale|zero_point)(_ub)?|inv_freq|masked_bias|position_ids)"
 )
 _SHOWN = 3
 
-# Sizes and numbers of modules in a configuration, as models name them, and which of them need no file to be believed.
+# Keys of sizes and of numbers of modules in a configuration. Values up to these limits are believed for any files.
 _SIZES = re.compile(r".*(size|dim|d_model|d_ff|embd|inner|head|channel|position|rank).*")
 _MODULES = re.compile(r".*(layer|expert).*")
 _LARGE, _MANY = 1 << 27, 1000
 
 
 def load_quantized(source: str | os.PathLike[str], spill: Spill | None = None) -> PreTrainedModel:
-    """Load a saved quantized model as `load_saved` does; ConfigError: this package has not quantized it."""
+    """Load a saved quantized model as `load_saved` does. ConfigError: this package has not quantized it."""
     method = quant_method(read_config(source))
     if method != QUANT_METHOD:
-        found = f"one of {method}" if method else "a float model"
-        raise ConfigError(str(source), "a model that this package has quantized", found, "Choose another one.")
+        other = f"one of {method}" if method else "a float model"
+        raise ConfigError(str(source), "a model that this package has quantized", other, "Choose another one.")
     return load_saved(source, spill=spill)
 
 
 def download(repository: str) -> Path:
-    """Download what is read of a model on the Hub, and return its snapshot in the cache; an OSError says why it is not.
+    """Download the files to read of a model on the Hub, and return its snapshot in the cache. OSError: it is not there.
 
     A repository may hold its weights twice. Its torch files are downloaded only if it has no safetensors files, which
     loaders prefer.
@@ -74,10 +74,10 @@ def load_saved(
 ) -> PreTrainedModel:
     """Load a saved model as the class that its config.json names, with all its weights, to write or compare them.
 
-    Weights that need no conversion are views of the memory-mapped files; `spill` takes those that are quantized or
-    decoded, memory if it is None. UnsupportedError: a layer of the class has no place for a tensor that the files hold
-    for it, or with `every_tensor` no part of the model has one. A class may lack whole parts that a checkpoint has,
-    such as the heads of another task; Transformers names these in its log.
+    Weights that need no conversion are views of the memory-mapped files. Weights that are quantized or decoded go into
+    `spill`, or stay in memory if it is None. UnsupportedError: a layer of the class has no place for a tensor that the
+    files hold for it. A class may lack entire parts that the files have, such as the heads of another task, which
+    Transformers names in its log; `every_tensor` makes that an error too.
     """
     saved = read_config(source)
     name, cls = saved_class(saved)
@@ -96,7 +96,7 @@ def load_saved(
     except (TrainWeightsError, Warning):
         raise
     except Exception as error:
-        # What is wrong in a model's files, Transformers tells by whatever error that leads to.
+        # Faults in a model's files make Transformers raise errors of any type.
         raise _cannot_load(source, error) from error
     check_is_float(source, report["unexpected_keys"], model)
     _check_none_is_lost(source, model, report["unexpected_keys"], every_tensor)
@@ -110,7 +110,7 @@ def load_saved(
 def _check_none_is_lost(
     source: str | os.PathLike[str], model: PreTrainedModel, unexpected: Iterable[str], every_tensor: bool
 ) -> None:
-    """Check that no tensor of the files would be lost by saving the model, unless it holds zeros or no weights."""
+    """Check that a save of the model would lose no tensor of the files, unless it holds only zeros or no weights."""
     made_by_the_class = {name for name, _ in model.named_buffers()}
     lost = {name for name in unexpected if name not in made_by_the_class and not _NO_WEIGHTS.fullmatch(name)}
     if not every_tensor:
@@ -137,12 +137,12 @@ def _is_of_a_layer(name: str, model: PreTrainedModel) -> bool:
 
 
 def _zeros(names: Collection[str], model: PreTrainedModel, folder: Path) -> set[str]:
-    """Return the names of tensors, as the model calls them, that hold nothing but zeros in its files."""
+    """Return the names of tensors, as the model calls them, that hold only zeros in its files."""
     stored, prefix = check_weight_files(weight_files(folder), folder), base_prefix(model)
     zeros = set()
     for name in names:
         spellings = [name, prefix + name, name.removeprefix(prefix)]
-        # Operations of a conversion want tensors of their own shapes; such a name stands for several in the files.
+        # A conversion fails if its operations expect other shapes. The files then hold several tensors for this name.
         with contextlib.suppress(Exception):
             spellings += checkpoint_tensors(model, {name: torch.empty(0, device="meta")})
         in_file = next((spelling for spelling in spellings if spelling in stored), "")
@@ -152,13 +152,13 @@ def _zeros(names: Collection[str], model: PreTrainedModel, folder: Path) -> set[
 
 
 def load_tokenizer(source: str | os.PathLike[str], where: str, next_step: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a saved model, to read texts that the argument `where` gives."""
+    """Load the tokenizer of a saved model. Errors name `where`, the argument that gives texts to read."""
     try:
         return AutoTokenizer.from_pretrained(source)
     except Warning:
         raise
     except Exception as error:
-        # What is wrong in a tokenizer's files, Transformers tells by whatever error that leads to.
+        # Faults in a tokenizer's files make Transformers raise errors of any type.
         raise ConfigError(where, f"a tokenizer in {source}", "none that loads", next_step) from error
 
 
@@ -169,12 +169,12 @@ def saved_parameter_names(directory: str | os.PathLike[str]) -> set[str] | None:
         _, cls = saved_class(saved)
         return None if cls is None else parameter_names(cls, saved)
     except Exception:
-        # Wrong values lead to whatever error.
+        # Wrong values lead to errors of any type.
         return None
 
 
 def read_config(source: str | os.PathLike[str]) -> PretrainedConfig:
-    """Return the configuration of a saved model; ConfigError: it is missing or unreadable, or has an adapter."""
+    """Return the configuration of a saved model. ConfigError: it is missing or unreadable, or has an adapter."""
     refuse_file(source)
     refuse_adapter(source)
     try:
@@ -188,7 +188,7 @@ def read_config(source: str | os.PathLike[str]) -> PretrainedConfig:
 def check_config(config: Mapping[str, Any], tensors: int, size_bytes: int, where: str) -> None:
     """Check that a configuration asks for no larger layers, and no more layers or experts, than files can fill.
 
-    A model is built before anything is read, and one of 10^9 layers keeps a process busy until its memory ends.
+    A model is built before its files are read, and 10^9 layers keep a process busy until it runs out of memory.
     """
     for key, value in config.items():
         if isinstance(value, Mapping):
@@ -204,7 +204,7 @@ def check_config(config: Mapping[str, Any], tensors: int, size_bytes: int, where
 
 
 def refuse_file(source: str | os.PathLike[str]) -> None:
-    """Raise a ConfigError that names the directory to give, if a file stands where one of a model is expected."""
+    """Raise a ConfigError that names the directory to give, if a file is given in place of a model's directory."""
     if Path(source).is_file():
         raise ConfigError(str(source), "the directory of a model", "a file", f"Give {Path(source).absolute().parent}.")
 
@@ -212,7 +212,7 @@ def refuse_file(source: str | os.PathLike[str]) -> None:
 def refuse_adapter(source: str | os.PathLike[str]) -> None:
     """Raise a ConfigError if a saved model has an adapter: Transformers would apply it, and save it alone.
 
-    Nobody knows whether the weights beside it are those that it was trained on, or have it merged in already.
+    It is unknown whether the weights beside it are those that it was trained on, or have it merged in already.
     """
     try:
         adapter = adapter_file(os.fspath(source))
@@ -227,7 +227,7 @@ def refuse_adapter(source: str | os.PathLike[str]) -> None:
 
 
 def _check_index(source: Path) -> None:
-    """Check the index by which Transformers will look for shards, if it needs one: it tells damage by odd errors."""
+    """Check the index of the shards, if Transformers will use one: it would report damage by odd errors."""
     first = next((source / name for name in ENTRY_POINTS[:4] if (source / name).is_file()), None)
     if first is not None and first.suffix == ".json":
         shard_names(first)
@@ -236,7 +236,7 @@ def _check_index(source: Path) -> None:
 def _cannot_load(source: str | os.PathLike[str], error: Exception) -> ConfigError:
     reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
     if not isinstance(error, OSError | ValueError | RuntimeError):
-        reason = f"{type(error).__name__}: {reason}"  # such as a KeyError, whose text is a key alone
+        reason = f"{type(error).__name__}: {reason}"  # such as a KeyError, whose text is only a key
     if reason.startswith("Repo id") and not os.path.lexists(source):
         reason = "nothing there"
     elif not os.path.lexists(source):

@@ -1,6 +1,6 @@
-"""Whether the weight files of a model are whole, and every quantized weight in them, before anything is loaded.
+"""Checks of a model's weight files: before a load, whether the files and the quantized weights in them are intact.
 
-And whether they had every quantized weight, afterwards: Transformers would start others from random numbers.
+After a load, whether the files had every quantized weight: Transformers would start others from random numbers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StoredWeight(NamedTuple):
     """The file that a weight lies in, and its size there.
 
     Args:
-        file: The file; where its stored tensors lie in several, one of them.
+        file: The file, or one of them if its stored tensors lie in several.
         stored_bytes: Bytes of all its stored tensors.
         kind: Whether it is quantized; or a guard without its weight, see `hf_trainweights.tensor.guards`.
         is_coded: Whether it is entropy-coded there, see `hf_trainweights.tensor.stored_names`.
@@ -69,14 +69,14 @@ class StoredWeight(NamedTuple):
 def check_weight_files(
     files: Iterable[str | os.PathLike[str]], directory: str | os.PathLike[str] = ""
 ) -> dict[str, StoredWeight]:
-    """Check that the files of a checkpoint are whole, and every quantized weight in them; return all weights.
+    """Check that the files of a checkpoint and the quantized weights in them are intact, and return all weights.
 
-    Each is under its name in the checkpoint, a quantized one under that of the float weight. An index must not lead out
-    of the model's directory; an id on the Hub is none.
+    Keys are the names of weights in the checkpoint; a quantized weight has the name of its float weight. An index must
+    not lead out of `directory`, if that is the model's directory and not an id on the Hub.
     """
     tensors: dict[str, StoredWeight] = {}
     files = [Path(file) for file in files]
-    _check_places(files, Path(directory))
+    _check_paths(files, Path(directory))
     for file in files:
         if file.suffix == ".safetensors":
             for name, entry in _read_header(file).items():
@@ -90,14 +90,14 @@ def check_weight_files(
     for weight, stored in group_stored(tensors).items():
         present = next(iter(stored.values())).file
         if weight in weights and weights[weight].kind != "guard":
-            expected, found = f"{weight} once, quantized or not", "both"
-            raise CorruptFileError(str(present), expected, found, "The file was edited. " + _AGAIN)
+            expected = f"{weight} once, quantized or not"
+            raise CorruptFileError(str(present), expected, "both", "The file was edited. " + _AGAIN)
         stored_bytes = sum(tensor.stored_bytes for tensor in stored.values())
         if stored.keys() & CODED_SUFFIXES:
             kind = "float" if CODED_FLOAT_SUFFIX in stored else "quantized"
             weights[weight] = StoredWeight(present, stored_bytes, kind, is_coded=True)
             continue
-        # Whether it is the right one of the formats shows when it is loaded.
+        # The tensors of some format must be complete. Whether it is the right format shows when they are loaded.
         missing = min((set(form.tensor_names) - stored.keys() for form in FORMATS.values()), key=len)
         for suffix in missing:
             raise CorruptFileError(
@@ -111,7 +111,7 @@ def check_weight_files(
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the weight files that a loader reads of a model; ConfigError: there are none that it looks for.
+    """Return the weight files that a loader reads of a model. ConfigError: there are no files that it looks for.
 
     A single file or index of another name is taken too, such as `gptq_model-4bit-128g.safetensors`.
     """
@@ -122,12 +122,12 @@ def weight_files(directory: Path) -> list[Path]:
         next_step = "Rename a single file to model.safetensors; of a model in another layout download the original."
         raise ConfigError(str(directory), f"one of {', '.join(ENTRY_POINTS[:4])}", "none", next_step)
     files = [directory / name for name in shard_names(entry)] if entry.suffix == ".json" else [entry]
-    _check_places(files, directory)
+    _check_paths(files, directory)
     return files
 
 
 def is_zero(file: Path, name: str) -> bool:
-    """Return whether a float tensor of a weight file holds nothing but zeros."""
+    """Return whether a float tensor of a weight file holds only zeros."""
     if file.suffix == ".safetensors":
         with safe_open(file, framework="pt") as opened:
             return not bool(opened.get_tensor(name).any())
@@ -136,7 +136,7 @@ def is_zero(file: Path, name: str) -> bool:
 
 
 def check_is_float(source: str | os.PathLike[str], names: Iterable[str], model: PreTrainedModel) -> None:
-    """Check that no tensor of the files is another quantizer's, by names that the model does not have; ConfigError."""
+    """Raise a ConfigError if a tensor of the files is another quantizer's, by names that the model does not have."""
     own = {name.rpartition(".")[2] for name in model.state_dict()}
     codes = sorted(name for name in names if _CODES.fullmatch(name) and name.rpartition(".")[2] not in own)
     if codes:
@@ -148,7 +148,7 @@ def check_is_float(source: str | os.PathLike[str], names: Iterable[str], model: 
 
 
 def read_skeletons(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a weight file without values, on the meta device; those that are no bytes as float32."""
+    """Return the tensors of a weight file without values, on the meta device, in float32 if they are no bytes."""
     if file.suffix == ".bin":
         return _read_bin(file)
     entries = _read_header(file)
@@ -156,8 +156,8 @@ def read_skeletons(file: Path) -> dict[str, Tensor]:
     return {name: torch.empty(entry["shape"], dtype=dtypes[name], device="meta") for name, entry in entries.items()}
 
 
-def _check_places(files: Sequence[Path], directory: Path) -> None:
-    """Check that files are there, and in the model's directory if it is known, before any of them is opened."""
+def _check_paths(files: Sequence[Path], directory: Path) -> None:
+    """Check that files exist, and lie in the model's directory if it is known, before any of them is opened."""
     for file in files:
         if directory.is_dir() and directory != Path() and not _is_inside(file, directory):
             raise CorruptFileError(str(file), f"a file in {directory}", "a path out of it in the index", _AGAIN)
@@ -174,7 +174,7 @@ def _is_inside(file: Path, directory: Path) -> bool:
 def _read_header(file: Path) -> dict[str, dict[str, Any]]:
     header = read_safetensors_header(file)
     try:
-        # Its own reader knows best which dtypes, shapes and offsets go together.
+        # The reader of safetensors itself knows best which dtypes, shapes and offsets go together.
         with safe_open(file, framework="pt"):
             return header
     except SafetensorError as error:
@@ -182,7 +182,7 @@ def _read_header(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def _read_bin(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a `.bin`, on the meta device, so that nothing but the pickle is read."""
+    """Return the tensors of a `.bin` on the meta device, so that only the pickle is read."""
     zipped = is_torch_zip(file)
     try:
         if zipped:
@@ -200,7 +200,7 @@ def _read_bin(file: Path) -> dict[str, Tensor]:
     except Warning:
         raise
     except Exception as error:
-        # Damaged bytes make the unpickler raise whatever the operation raises that they have become.
+        # Damaged bytes may be read as any operation of a pickle, and these raise errors of any type.
         raise CorruptFileError(str(file), "a file that torch.save wrote", _reason(error), _AGAIN) from error
     if not isinstance(state_dict, dict):
         raise CorruptFileError(str(file), "a dict of tensors", type(state_dict).__name__, _AGAIN)
@@ -214,39 +214,39 @@ def _read_bin(file: Path) -> dict[str, Tensor]:
 def _reason(error: Exception) -> str:
     """Return the reason in an error, without torch's advice to trust the file."""
     lines = str(error).strip().splitlines()
-    told = [line.strip().partition(". Please use")[0] for line in lines if "WeightsUnpickler error" in line]
-    if not told:
-        told = [line for line in lines[:1] if "weights_only" not in str(error) and "Weights only" not in line]
-    return ": ".join([type(error).__name__, *told])
+    reasons = [line.strip().partition(". Please use")[0] for line in lines if "WeightsUnpickler error" in line]
+    if not reasons:
+        reasons = [line for line in lines[:1] if "weights_only" not in str(error) and "Weights only" not in line]
+    return ": ".join([type(error).__name__, *reasons])
 
 
 def saved_class(config: PretrainedConfig) -> tuple[str, Any]:
-    """Return the name of the class that a model was saved as, and the class, None if Transformers does not have it."""
+    """Return the name of the class that a model was saved as, and the class, or None if Transformers lacks it."""
     saved_as = config.architectures
     name = saved_as[0] if isinstance(saved_as, (list, tuple)) and saved_as else "none"
     cls = getattr(transformers, name, None) if isinstance(name, str) else None
     if _is_model(cls) and isinstance(config, getattr(cls, "config_class", ())):
         return str(name), cls
-    # The auto classes know of borrowed classes, and of those that a user has registered.
-    borrowed = (each for each in registered_classes(config) if each.__name__ == name and _is_model(each))
-    # One of a part of the model takes the part's configuration.
+    # The auto classes know of borrowed classes, and of classes that a user has registered.
+    borrowed = (item for item in registered_classes(config) if item.__name__ == name and _is_model(item))
+    # Classes of a part of the model, which take the part's configuration, are left out.
     parts = set((getattr(config, "sub_configs", None) or {}).values())
-    return str(name), next((each for each in borrowed if each.config_class not in parts), None)
+    return str(name), next((item for item in borrowed if item.config_class not in parts), None)
 
 
 def _is_model(value: Any) -> bool:
-    # PreTrainedModel itself is no model: to make one would leave marks on the class that change every other model.
+    # PreTrainedModel itself is no model: an instance would leave marks on the class that change every other model.
     return isinstance(value, type) and issubclass(value, PreTrainedModel) and value.config_class is not None
 
 
 def parameter_names(cls: type[PreTrainedModel], config: PretrainedConfig) -> set[str]:
-    """Return the names of all parameters of a model that is not made, all names of a tied one."""
+    """Return all names of the parameters of a model, tied ones included, from a skeleton on the meta device."""
     with torch.device("meta"):
         return {name for name, _ in cls(copy.deepcopy(config)).named_parameters(remove_duplicate=False)}
 
 
 def check_guards(model: PreTrainedModel, names: Iterable[str], stored: Mapping[str, StoredWeight]) -> None:
-    """Check that no quantized weight is lost of which the files still have the guard."""
+    """Check that the files have the stored tensors of each quantized weight whose guard they have."""
     prefix = base_prefix(model)
     guards = {name.removeprefix(prefix): weight.file for name, weight in stored.items() if weight.kind == "guard"}
     lost = {name: guards[name.removeprefix(prefix)] for name in names if name.removeprefix(prefix) in guards}
@@ -257,18 +257,17 @@ def check_guards(model: PreTrainedModel, names: Iterable[str], stored: Mapping[s
 
 
 def check_none_is_missing(model: PreTrainedModel, summary: Summary, stored: Mapping[str, StoredWeight]) -> None:
-    """Check that every weight that the saved model had in a quantized form was in its checkpoint.
+    """Check that the checkpoint had every weight that was quantized in the saved model.
 
-    A new head is no part of the model that was saved, and may start from random numbers.
+    A new head was no part of the saved model, and may start from random numbers.
     """
     files = sorted({str(weight.file.parent) for weight in stored.values()})
     if not summary.quantized:
         others = [name for name, weight in stored.items() if weight.kind == "quantized"]
         if others:
             expected = f"quantized weights of {type(model).__name__}"
-            found = f"weights of other names, such as {others[0]}"
             next_step = "Load the model as the class that it was saved as, and take its part."
-            raise ConfigError(files[0], expected, found, next_step)
+            raise ConfigError(files[0], expected, f"weights of other names, such as {others[0]}", next_step)
         expected = "quantized weights, as the quantization_config in config.json says"
         next_step = "If its weights are float, take that entry out of config.json; else save the quantized model again."
         raise ConfigError(files[0] if files else "checkpoint", expected, str(summary), next_step)
@@ -284,10 +283,10 @@ def check_none_is_missing(model: PreTrainedModel, summary: Summary, stored: Mapp
     ]
     if not missing:
         return
-    # What the class had that the model was saved as; nothing where nobody knows it.
+    # Parameters of the class that the model was saved as; empty if Transformers does not have that class.
     name, cls = saved_class(model.config)
-    known = parameters if name == type(model).__name__ else parameter_names(cls, model.config) if cls else ()
-    saved = {name.removeprefix(prefix) for name in known}
+    names = parameters if name == type(model).__name__ else parameter_names(cls, model.config) if cls else ()
+    saved = {name.removeprefix(prefix) for name in names}
     lost = [name for name in missing if name.removeprefix(prefix) in saved]
     if lost:
         more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
