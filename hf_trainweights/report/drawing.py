@@ -1,4 +1,4 @@
-"""SVG drawings: escaped text, rectangles, lines and circles, in the colors of `style.css`."""
+"""Builds SVG drawings of escaped text, rectangles, lines and circles, in the colors of `style.css`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sections of a report on a model: sizes, bits and errors layer by layer, and the worst weights."""
+"""Makes the sections of a report on a model: sizes, bits and errors layer by layer, and the worst weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ class Measured:
 def measure_weights(
     weights: Mapping[str, StoredTensor], against: Mapping[str, StoredTensor], inputs: Mapping[str, Tensor] | None
 ) -> list[Measured]:
-    """Measure each weight against the one of its name; `inputs` has its layer's inputs by its name, None is noise."""
+    """Measure each weight against the weight of the same name in `against`.
+
+    `inputs` are the rows that each weight's layer multiplies, by the name of the weight; None stands for noise.
+    """
     measured = []
     for name, weight in weights.items():
         other = against.get(name)
@@ -176,12 +179,9 @@ def _format_table(measured: Sequence[Measured], formats: Sequence[str]) -> Table
 def _error_chart(measured: Sequence[Measured]) -> Drawing:
     rows = []
     for name, members in _layers(measured).items():
-        points = [
-            (error.snr_db, f"{result.weight.name}: {error.snr_db:.1f} dB")
-            for result in members
-            if (error := result.error)
-        ]
-        rows.append(Dots(name, tuple(points), f"{min(value for value, _ in points):.1f} dB"))
+        errors = [(result.error.snr_db, result.weight.name) for result in members if result.error]
+        points = tuple((snr, f"{weight_name}: {snr:.1f} dB") for snr, weight_name in errors)
+        rows.append(Dots(name, points, f"{min(snr for snr, _ in errors):.1f} dB"))
     worst = sorted(rows, key=lambda row: min(value for value, _ in row.points))[:_MOST_ROWS]
     in_layer_order = [row for row in rows if row in worst]
     return dot_chart("Error of each layer's weights", in_layer_order, "signal to noise in dB; higher is better")

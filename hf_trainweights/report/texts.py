@@ -21,7 +21,7 @@ from hf_trainweights.models.calibration.blocks import inputs_of, without_padding
 from hf_trainweights.models.loading.saved_models import load_saved, load_tokenizer
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
-# The error of a layer's outputs is measured with so many rows of its inputs.
+# Rows of each layer's inputs, from a batch and in all, for measuring the error of its outputs.
 _ROWS_A_BATCH, _MOST_ROWS = 64, 512
 
 

@@ -139,7 +139,7 @@ def _read_counterparts(source: Source, names: Iterable[str]) -> dict[str, Stored
     """Return the weights of another model, some of which are counterparts of weights with these names.
 
     The files of a float model may name weights otherwise than a quantized model, which is saved after Transformers has
-    merged experts and renamed weights. In this case Transformers loads the source, and weights have both names.
+    merged experts and renamed weights. Then Transformers loads the source, and the result has both kinds of names.
     """
     weights = read_weights(source)
     if isinstance(source, nn.Module) or set(names) <= weights.keys() or not (Path(source) / "config.json").is_file():
@@ -157,7 +157,6 @@ def _existing(source: str | os.PathLike[str]) -> Path:
 
 
 def _is_run(source: Source) -> bool:
-    """Return True if a source is a directory of checkpoints."""
     return not isinstance(source, nn.Module) and bool(checkpoint_directories(Path(source)))
 
 
