@@ -84,7 +84,7 @@ class Comparison:
         tensors: A difference for each name that both have, weights first.
         totals: The sum over all weights, and the sum over the optimizer's state.
         problems: Sentences about names that only one of them has, and about shapes and dtypes that differ.
-        calibrated: Errors of the outputs of b, or of a, without and with calibration; errors of weights tell less then.
+        calibrated: Output errors of b, or of a, without and with calibration; they tell more than errors of weights.
     """
 
     tensors: tuple[Difference, ...]
@@ -233,7 +233,7 @@ def in_single_values(tensor: Tensor) -> Tensor:
 def difference_of(a: Tensor, b: Tensor) -> Difference:
     """Return the difference of two tensors of the same shape, which must not be empty.
 
-    All errors of weights are sums of these. For a quantized weight, pass `dequantize()`, rounded to the weight's dtype.
+    All errors of weights are sums of these. For a quantized weight, pass the values of its `dequantize()`.
     """
     a, b = _as_float64(a), _as_float64(b)
     # Infinities and NaN at the same position are no difference, but subtracting them would give NaN.

@@ -45,11 +45,11 @@ class StoredTensor:
 
     Args:
         name: The weight's name; for a tensor of the optimizer, `optimizer: ` and its key path.
-        tensor: The tensor: memory-mapped if the file is plain, on the meta device if its values were not requested.
+        tensor: The tensor: memory-mapped if the file is plain, on the meta device if its values were not read.
         stored_bytes: Bytes on disk, scales included; None if the tensor is sparse, or if the file is encoded and no
             manifest lists them.
         file: The file or DCP directory; None for a tensor in memory.
-        read: A function that reads the values of a tensor on the meta device; None if nobody will need them.
+        read: A function that reads the values later; None if `tensor` has them, or only sizes were requested.
     """
 
     name: str
@@ -242,9 +242,9 @@ def _has_newer_pickle(file: Path) -> bool:
 
 
 def _list_newer_pickle(file: Path) -> tuple[Any, tuple[str, ...]]:
-    """Return the saved object, with its tensors on the meta device, of a file for which `_has_newer_pickle` is true.
+    """Return the object in a file that has a newer pickle, with its tensors on the meta device, and a list of calls.
 
-    Also return the sorted names of all functions and classes that unpickling would call, except ones that make tensors.
+    The calls are the sorted names of functions and classes that unpickling would call, except ones that make tensors.
     """
     size_bytes = file.stat().st_size
     with open_pickle(file) as pickled:
@@ -296,7 +296,7 @@ def _dtype(name: str) -> torch.dtype | None:
 
 
 def _tensor(storage: torch.dtype, offset: int, size: Sequence[int], stride: Sequence[int], *rest: Any) -> Tensor:
-    """Return the tensor that `_rebuild_tensor_v2` would, on the meta device; v3 has the dtype as its third extra."""
+    """Return the tensor of `_rebuild_tensor_v2` or v3 on the meta device; only v3 has a dtype, its third of `rest`."""
     dtype = rest[2] if len(rest) > 2 and isinstance(rest[2], torch.dtype) else storage
     return torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device="meta")
 
