@@ -59,7 +59,7 @@ def _root(
     Exit codes: 0 if all is well, 1 for a problem found or an error, 2 for wrong usage, 130 after an interrupt.
     """
     # OpenMP threads spin while they wait for each other. While other programs kept the cores busy, spinning doubled the
-    # processor time of `quantize`, which also took half as long again. Programs that generate text spin on: they call
-    # many short products, for which waiting without spinning is slower.
+    # processor time of `quantize`, which also took half as long again. `demo` and `run` may generate text, which takes
+    # many short products; for these, waiting without spinning is slower.
     if context.invoked_subcommand not in ("demo", "run"):
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

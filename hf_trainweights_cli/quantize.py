@@ -201,7 +201,7 @@ def _config(name: str | None, group_size: int | None, options: dict[str, Any]) -
 
 
 def _option(error: ConfigError) -> str:
-    """Return the name of the option that sets the value an error complains about."""
+    """Return the command-line option of the configuration's field that an error names."""
     first = error.where.partition(" ")[0].partition("[")[0]
     return {"overrides": "--rules"}.get(first, f"--{first.replace('_', '-')}")
 

@@ -61,7 +61,7 @@ class Speed:
 
 
 def fast_dtype() -> torch.dtype:
-    """Return the float dtype that people choose on this CPU: bfloat16 if it has instructions for it, or float32."""
+    """Return the float dtype that people choose on this CPU: bfloat16 if it has instructions for it, else float32."""
     has = capabilities().get
     return torch.bfloat16 if has("avx512_bf16") or has("amx_bf16") else torch.float32
 
