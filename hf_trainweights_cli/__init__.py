@@ -1,1 +1,1 @@
-"""The `trainweights` command, apart from the library so that `--help` need not wait for Transformers to be imported."""
+"""The `trainweights` command. It is a package of its own, so that `--help` does not import Transformers."""

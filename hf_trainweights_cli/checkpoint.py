@@ -1,6 +1,6 @@
-"""`trainweights checkpoint`: looks into small checkpoints, checks, makes and restores them.
+"""`trainweights checkpoint`: lists, inspects, verifies, compares, compresses and restores checkpoints.
 
-Every command takes a checkpoint directory, most of them also a run: a directory of `checkpoint-<step>` directories.
+Every command takes a checkpoint directory, and most take a run: a directory of `checkpoint-<step>` directories.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def verify(path: CheckpointOrRun, base: BaseDirectory = None, as_json: AsJson = 
             for name in row["foreign"]:
                 say(f"  not part of it, and not used: {name}")
     exit_with(
-        [f"{row['path']}/{name}: {each}".replace("/:", ":") for row in rows for name, each in row["problems"].items()]
+        [f"{row['path']}/{name}: {text}".replace("/:", ":") for row in rows for name, text in row["problems"].items()]
     )
 
 
@@ -161,10 +161,10 @@ def gc(
     with errors_in_one_line(debug), warnings_in_one_line():
         removed = collect_garbage(path, dry_run=dry_run)
     if as_json:
-        print_json({"removed": [str(each) for each in removed], "dry_run": dry_run})
+        print_json({"removed": [str(path) for path in removed], "dry_run": dry_run})
     else:
         verb = "would remove" if dry_run else "removed"
-        for line in [f"{verb} {each}" for each in removed] or ["Nothing to remove."]:
+        for line in [f"{verb} {path}" for path in removed] or ["Nothing to remove."]:
             say(line)
 
 

@@ -1,4 +1,4 @@
-"""`trainweights checkpoint restore`: small checkpoints as plain ones, where they are or in another directory."""
+"""`trainweights checkpoint restore`: makes small checkpoints plain, in place or in another directory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_trainweights_cli.tables import show_size
 
 
 class Target(StrEnum):
-    """What a sharded checkpoint is written as."""
+    """The layouts that a sharded checkpoint can be restored to."""
 
     MODEL = "model"
     DCP = "dcp"
@@ -56,7 +56,7 @@ def restore(
 
     with errors_in_one_line(debug):
         use_base(base)
-        rows = [rewrite(each, restore_directory) for each in with_progress("restoring", checkpoints(path))]
+        rows = [rewrite(directory, restore_directory) for directory in with_progress("restoring", checkpoints(path))]
     print_rewritten(rows, as_json)
 
 

@@ -1,4 +1,4 @@
-"""`trainweights checkpoint compress`: checkpoints that are rewritten where they are, and what is said of them."""
+"""`trainweights checkpoint compress`: rewrites checkpoints in place, and prints their sizes and errors."""
 
 from __future__ import annotations
 
@@ -78,12 +78,13 @@ def compress(
     with errors_in_one_line(debug):
         base = {} if anchor is None else {"anchor": _base(anchor), "keep_base": keep_base}
         options = {**base, "weights_only": weights_only, "optimizer": optimizer}
-        found = checkpoints(path)
+        originals = checkpoints(path)
         if not (dry_run or yes):
-            _ask_before_rounding(policy, found)
-        with _copies(found) if dry_run else contextlib.nullcontext(found) as directories:
-            rows = [rewrite(each, _compressor(policy, options)) for each in with_progress("compressing", directories)]
-    rows = [row | {"path": str(each)} for row, each in zip(rows, found, strict=True)]
+            _ask_before_rounding(policy, originals)
+        compress_one = _compressor(policy, options)
+        with _copies(originals) if dry_run else contextlib.nullcontext(originals) as directories:
+            rows = [rewrite(directory, compress_one) for directory in with_progress("compressing", directories)]
+    rows = [row | {"path": str(original)} for row, original in zip(rows, originals, strict=True)]
     print_rewritten(rows, as_json, "would be" if dry_run else "now")
     if dry_run:
         typer.echo("nothing was changed: this was a dry run", err=True)
@@ -119,7 +120,7 @@ def _parse_rule(text: str) -> tuple[str, Any]:
 
 
 def _ask_before_rounding(policy: Policy, directories: Sequence[Path]) -> None:
-    """Ask whoever sits at the terminal, if what is done cannot be undone."""
+    """Ask the user at the terminal for a confirmation if the compression may round, which cannot be undone."""
     from hf_trainweights.checkpoint.planning.policy import LOSSY_MODES
 
     if not (policy.mode in LOSSY_MODES or policy.rules) or not sys.stdin.isatty():
@@ -134,16 +135,16 @@ def _ask_before_rounding(policy: Policy, directories: Sequence[Path]) -> None:
 
 @contextlib.contextmanager
 def _copies(directories: Sequence[Path]) -> Iterator[list[Path]]:
-    """Yield copies of checkpoints, made of hard links where possible, which take no space and are gone afterwards.
+    """Yield copies of checkpoints, hard links where possible, which take no space; delete the copies at the end.
 
-    A rewritten file replaces its name, so the originals stay. Their anchors may lie in other checkpoints beside them.
+    Rewriting replaces a link, so the originals stay. Checkpoints beside them are copied too: they may contain anchors.
     """
     from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories
     from hf_trainweights.files.atomic import link_or_copy, remove_tree
     from hf_trainweights.files.disk import claim_directory
 
     root = directories[0].absolute().parent
-    names = dict.fromkeys(each.absolute().name for each in [*directories, *checkpoint_directories(root)])
+    names = dict.fromkeys(path.absolute().name for path in [*directories, *checkpoint_directories(root)])
     claim = claim_directory(root)
     try:
         for name in names:
@@ -153,7 +154,7 @@ def _copies(directories: Sequence[Path]) -> Iterator[list[Path]]:
                 symlinks=True,
                 copy_function=lambda source, target: link_or_copy(Path(source), Path(target)),
             )
-        yield [claim.path / each.absolute().name for each in directories]
+        yield [claim.path / path.absolute().name for path in directories]
     finally:
         remove_tree(claim.path, ignore_errors=True)
         claim.release()
@@ -170,7 +171,7 @@ def _compressor(policy: Policy, options: dict[str, Any]) -> Callable[[Path], Man
 
 
 def _buffers(directory: Path) -> set[str] | None:
-    """Return what is no parameter of the model that config.json describes; None where an earlier save or files tell."""
+    """Return stored names that are no parameters of the model; None if a manifest has roles or the model is unknown."""
     from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
     from hf_trainweights.checkpoint.whole.rewriting import read_weights, weight_files
     from hf_trainweights.models.loading.saved_models import saved_parameter_names
@@ -182,7 +183,7 @@ def _buffers(directory: Path) -> set[str] | None:
 
 @contextlib.contextmanager
 def warnings_in_one_line() -> Iterator[None]:
-    """Say what a block warned of, once it is done."""
+    """Collect the warnings of a block, and print each in one line at its end."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
@@ -191,7 +192,7 @@ def warnings_in_one_line() -> Iterator[None]:
 
 
 def rewrite(directory: Path, function: Callable[[Path], Manifest]) -> dict[str, Any]:
-    """Rewrite a checkpoint where it is, say what it warned of, and return what is shown of it."""
+    """Rewrite a checkpoint in place, print its warnings, and return its row for `print_rewritten`."""
     from hf_trainweights.checkpoint.manifest import shown_mode, total_rounding
     from hf_trainweights.checkpoint.run.checkpoints import size_bytes
 
@@ -210,7 +211,7 @@ def rewrite(directory: Path, function: Callable[[Path], Manifest]) -> dict[str, 
 
 
 def _manifest_of(directory: Path) -> Manifest | None:
-    """Return the manifest of a checkpoint, None where there is none that can be read."""
+    """Return the manifest of a checkpoint, None if it is missing or cannot be read."""
     from hf_trainweights.checkpoint.manifest import read_manifest
     from hf_trainweights.errors import TrainWeightsError
 
@@ -221,7 +222,7 @@ def _manifest_of(directory: Path) -> Manifest | None:
 
 
 def print_rewritten(rows: Sequence[dict[str, Any]], as_json: bool, head: str = "now") -> None:
-    """Print what `rewrite` returned of each checkpoint: what it is now, and its size before and after."""
+    """Print the rows that `rewrite` returned: the mode of each checkpoint, and its size before and after."""
     if as_json:
         print_json(rows)
         return

@@ -1,4 +1,4 @@
-"""What `trainweights checkpoint` shows of a checkpoint: rows for JSON and tables, and its manifest."""
+"""Makes the output of `trainweights checkpoint`: rows for JSON and tables, and the tables of a manifest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ERROR_UNITS = "Errors are those of one element; of update-space in sqrt(exp_avg_
 
 
 def summary_row(directory: Path, seen: set[tuple[int, int]]) -> dict[str, Any]:
-    """Return how a checkpoint is stored, as its manifest says, and its bytes on disk without inodes in `seen`."""
+    """Return the facts in a checkpoint's manifest, and its bytes on disk without the inodes in `seen`."""
     from hf_trainweights.checkpoint.manifest import read_manifest, shown_mode, total_rounding
     from hf_trainweights.errors import TrainWeightsError
 
@@ -47,14 +47,14 @@ def summary_row(directory: Path, seen: set[tuple[int, int]]) -> dict[str, Any]:
 
 
 def _needs(manifest: Manifest) -> str | None:
-    """Return in words which weights outside the run a checkpoint is stored against."""
+    """Describe the base of a checkpoint in words; None if it has no base."""
     if manifest.base is None:
         return None
     return f"{manifest.base}{', kept in the run' if manifest.keeps_base else ''}"
 
 
 def disk_bytes(directory: Path, seen: set[tuple[int, int]]) -> int:
-    """Return the bytes of all files in a directory, each inode once, without those in `seen`, and add them to it."""
+    """Return the bytes of a directory's files, except inodes in `seen`, and add the counted inodes to `seen`."""
     total = 0
     for file in directory.rglob("*"):
         status = file.lstat()
@@ -65,20 +65,20 @@ def disk_bytes(directory: Path, seen: set[tuple[int, int]]) -> int:
 
 
 def _plain_bytes_of(directory: Path, manifest: Manifest) -> int:
-    """Return how large a checkpoint would be without encoding, with what its manifest does not list."""
+    """Return the bytes that a checkpoint would take without encoding, including files that its manifest omits."""
     files = {file.relative_to(directory).as_posix(): file for file in directory.rglob("*") if file.is_file()}
     unlisted = (file.lstat().st_size for name, file in files.items() if name not in manifest.files)
     return sum(_plain_bytes(manifest).values()) + sum(unlisted)
 
 
 def _plain_bytes(manifest: Manifest) -> dict[str, int]:
-    """Return how large each file would be without encoding; an anchor would not be there."""
+    """Return the bytes that each file would take without encoding: 0 for an anchor, which would not exist then."""
     files = manifest.files.items()
     return {name: 0 if name.endswith(".anchor") else entry.plain_bytes for name, entry in files}
 
 
 def verification_row(directory: Path) -> dict[str, Any]:
-    """Return whether a checkpoint is intact, damaged or, without a manifest, unverified."""
+    """Return the state of a checkpoint, intact, damaged or (if it has no manifest) unverified, and its problems."""
     from hf_trainweights.checkpoint.dcp.reader import dcp_directories
     from hf_trainweights.checkpoint.directory import layout_of, plain_problem
     from hf_trainweights.checkpoint.manifest import MANIFEST_NAME

@@ -1,4 +1,4 @@
-"""The classes that all commands of `trainweights` share: they show flags, and end a command that cannot go on."""
+"""The classes that all commands of `trainweights` share. They format help, and end interrupted commands cleanly."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any, TextIO
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-# The exit code that a shell reports of a process that SIGINT or SIGPIPE has ended: 128 and the number of the signal.
+# The exit codes that a shell reports when SIGINT or SIGPIPE ends a process: 128 plus the number of the signal.
 _INTERRUPTED = 130
 _BROKEN_PIPE = 141
 
 
 class AfterCommand(BaseException):
-    """Ends a command, so that `main` runs `call` outside of click: of an EOFError click says "Aborted." and no more."""
+    """Ends a command and lets `main` run `call` outside of click, which would hide an EOFError behind "Aborted."."""
 
     def __init__(self, call: Callable[[], object]):
         super().__init__(call)
@@ -26,11 +26,11 @@ class AfterCommand(BaseException):
 
 
 class Command(TyperCommand):
-    """A command whose help shows flags without a type, as `--json` takes no value, and paragraphs of whole lines."""
+    """A command whose help shows no type for flags such as `--json`, and wraps paragraphs at the terminal's width."""
 
     def __init__(self, *arguments: Any, **options: Any):
-        # Typer breaks lines where the docstring does, and again where the terminal ends.
-        paragraphs = (" ".join(each.split()) for each in (options.get("help") or "").split("\n\n"))
+        # Typer would keep the docstring's line breaks and add others at the terminal's width.
+        paragraphs = (" ".join(text.split()) for text in (options.get("help") or "").split("\n\n"))
         super().__init__(*arguments, **{**options, "help": "\n\n".join(paragraphs)})
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -39,7 +39,7 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """A command of commands; an interrupt ends them in one line, a closed pipe without a word."""
+    """A command with subcommands. An interrupt ends a subcommand with one line, a closed pipe ends it silently."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters, flags without a type."""
@@ -52,7 +52,7 @@ class Group(TyperGroup):
         except KeyboardInterrupt as error:
             typer.echo("interrupted: nothing half-written is left behind", err=True)
             raise typer.Exit(_INTERRUPTED) from error
-        except (BrokenPipeError, EOFError) as error:  # click would say nothing of the first, and little of the second
+        except (BrokenPipeError, EOFError) as error:  # click would hide a BrokenPipeError and shorten an EOFError
             if isinstance(error, BrokenPipeError) and _end_streams_without_reader():
                 raise typer.Exit(_BROKEN_PIPE) from error
             traceback.print_exception(error)
@@ -60,20 +60,20 @@ class Group(TyperGroup):
 
 
 def lost_its_reader(stream: TextIO) -> bool:
-    """Say whether nobody reads a stream any more: a BrokenPipeError may also be that of a connection to the Hub."""
+    """Return True if the reader of a stream has gone; a BrokenPipeError may also come from a connection to the Hub."""
     try:
-        stream.flush()  # a write that failed has left in the buffer what it could not write
+        stream.flush()  # the buffer still has the text of the write that failed
     except BrokenPipeError:
         return True
     return False
 
 
 def _end_streams_without_reader() -> bool:
-    """Send unread output nowhere, because Python complains when it cannot flush it; return whether there was any."""
-    ended = [stream for stream in (sys.stdout, sys.stderr) if lost_its_reader(stream)]
-    for stream in ended:
+    """Redirect streams without a reader to os.devnull, so that Python can flush them; return True if there were any."""
+    unread = [stream for stream in (sys.stdout, sys.stderr) if lost_its_reader(stream)]
+    for stream in unread:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    return bool(ended)
+    return bool(unread)
 
 
 new_app = partial(
@@ -83,7 +83,7 @@ new_app = partial(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-"""Make a command of commands; options are those of `typer.Typer`."""
+"""Make a command with subcommands; it takes the options of `typer.Typer`."""
 
 
 def _flags_without_type(parameters: list[Any]) -> list[Any]:

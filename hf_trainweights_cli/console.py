@@ -25,10 +25,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON."
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 _SHOWN_CHARACTERS = 2000
-# When a command that writes into a file says for the first time that it is at work.
+# If stderr is no terminal, a command reports after so many seconds that it is still at work.
 FIRST_LINE_SECONDS = 10.0
 
-# What the library's advice calls by the name of a function.
+# Functions that the advice in the library's errors names, and the commands that do the same.
 _COMMANDS = {
     "quantize_directory": "quantize",
     "dequantize_directory": "dequantize",
@@ -41,9 +41,9 @@ _COMMANDS = {
     "export_torchscript": "export --to torchscript",
     "export_program": "export --to pt2",
 }
-# Arguments of functions that are options of the commands.
+# An argument of functions that is an option of the commands.
 _OPTION = re.compile(r"\bdtype=torch\.(\w+)")
-# What only a program can do. Advice of which nothing else is left is that of the library after all.
+# Matches advice that only a program can follow, with calls or arguments of Python.
 _PYTHON = re.compile(r"\w\(|\b[a-z_]+=[\w'{\[]|_pretrained\b")
 _SENTENCES = re.compile(r"(?<=\.) (?=[A-Z`])")
 _FUNCTION = re.compile(rf"(?:hf_trainweights\.)?\b({'|'.join(_COMMANDS)})\b(?!\()")
@@ -57,7 +57,7 @@ def errors_in_one_line(debug: bool) -> Iterator[None]:
     except Exception as error:
         from hf_trainweights.errors import TrainWeightsError
 
-        # That nobody reads the output is no error of the command: see `Group`.
+        # If the reader of the output has gone, that is no error of the command: `Group` handles it.
         is_unread = isinstance(error, BrokenPipeError) and any(map(lost_its_reader, (sys.stdout, sys.stderr)))
         if debug or is_unread or not isinstance(error, TrainWeightsError | OSError):
             raise
@@ -66,22 +66,22 @@ def errors_in_one_line(debug: bool) -> Iterator[None]:
 
 
 def _by_commands(error: Exception) -> str:
-    """Return the text of an error whose advice names commands and options in place of functions and arguments."""
+    """Return an error's text; its advice names commands instead of functions and, if it can, no Python code."""
     advice = getattr(error, "next_step", "")
     named = _FUNCTION.sub(lambda match: f"`trainweights {_COMMANDS[match[1]]}`", advice)
     sentences = _SENTENCES.split(_OPTION.sub(r"--dtype \1", named))
-    kept = [sentence for sentence in sentences if not _PYTHON.search(sentence)]
-    return str(error).removesuffix(advice) + " ".join(kept or sentences)
+    for_users = [sentence for sentence in sentences if not _PYTHON.search(sentence)]
+    return str(error).removesuffix(advice) + " ".join(for_users or sentences)
 
 
 def wrong_option(error: ConfigError, option: str, next_step: str | None = None) -> typer.BadParameter:
-    """Return the usage error for an option that the library refuses; it names the option once, as spelled here."""
+    """Return the usage error for an option that the library refuses; it names the option as users spell it."""
     text = f"expected {error.expected}, found {error.found}. {error.next_step if next_step is None else next_step}"
     return typer.BadParameter(text.rstrip(), param_hint=option)
 
 
 def exit_with(problems: Sequence[str]) -> None:
-    """Print each problem in a line and exit with 1; return if there are none."""
+    """Print each problem in one line and exit with 1; return if there are no problems."""
     for problem in problems:
         typer.echo(f"problem: {one_line(problem)}", err=True)
     if problems:
@@ -89,28 +89,28 @@ def exit_with(problems: Sequence[str]) -> None:
 
 
 def one_line(text: object) -> str:
-    """Return a text without its line breaks, as `printable` shows it."""
+    """Return a text as one line, escaped and cut by `printable`."""
     return printable(" ".join(str(text).split()))
 
 
 def printable(text: object) -> str:
-    """Return a text that moves no cursor and changes no color: what comes from a file may be anything.
+    """Escape the control characters in a text, which may come from any file, and cut it after 2000 characters.
 
-    Characters that are not printable are escaped, and beyond 2000 of them the text is cut.
+    So the text cannot move the terminal's cursor or change its colors.
     """
     shown = str(text)
     if len(shown) > _SHOWN_CHARACTERS:
         shown = f"{shown[:_SHOWN_CHARACTERS]}..."
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in shown)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
 
 
 def say(text: object, *, err: bool = False) -> None:
-    """Print a line as `printable` shows it."""
+    """Print one line, escaped and cut by `printable`."""
     typer.echo(printable(text), err=err)
 
 
 def print_json(value: Any) -> None:
-    """Print JSON values; NaN and infinities, which JSON cannot hold, become null."""
+    """Print a value as JSON; NaN and infinities become null, because JSON has no such numbers."""
     typer.echo(json.dumps(_finite(value), indent=2))
 
 
@@ -123,9 +123,9 @@ def _finite(value: Any) -> Any:
 
 
 def with_progress(action: str, directories: Sequence[Path]) -> Iterator[Path]:
-    """Yield the directories, and show on stderr `action` with the current one and how many are done.
+    """Yield the directories, and show on stderr `action` with the current directory and the number done.
 
-    On a terminal that is a bar, which is gone afterwards; in a file it is a line for each of several.
+    A terminal shows a bar, which disappears at the end. Otherwise print a line for each directory if there are several.
     """
     columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), TimeElapsedColumn())
     console = Console(stderr=True)
@@ -141,7 +141,7 @@ def with_progress(action: str, directories: Sequence[Path]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def status(action: str) -> Iterator[None]:
-    """Show `action` with a spinner if stderr is a terminal, else as `working` does, and turn other bars off."""
+    """Show `action` with a spinner on a terminal, or print it as `working` does; turn off Transformers' bars."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -152,23 +152,23 @@ def status(action: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def working(action: str) -> Iterator[None]:
-    """Say on stderr that `action` goes on, after ten seconds and whenever twice as many have passed.
+    """Print on stderr that `action` goes on, after 10 seconds, 20 seconds, 40 seconds and so on.
 
-    A terminal has the bars of Transformers instead, which are off elsewhere.
+    On a terminal show the bars of Transformers instead, which are turned off elsewhere.
     """
     done = threading.Event()
     if not sys.stderr.isatty():
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
-        threading.Thread(target=_say_on, args=(action, done), daemon=True).start()
+        threading.Thread(target=_report_progress, args=(action, done), daemon=True).start()
     try:
         yield
     finally:
         done.set()
 
 
-def _say_on(action: str, done: threading.Event) -> None:
+def _report_progress(action: str, done: threading.Event) -> None:
     seconds, passed = FIRST_LINE_SECONDS, 0.0
     while not done.wait(seconds - passed):
         say(f"{action}, {seconds:g} seconds so far", err=True)

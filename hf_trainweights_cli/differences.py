@@ -1,4 +1,4 @@
-"""What `diff` shows of two models or checkpoints: the tensors that differ, the worst first."""
+"""Prints the output of `diff` for two models or checkpoints: the tensors that differ, the worst first."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ Top = Annotated[
 
 
 def show_comparison(comparison: Comparison, top: int | None, *, as_json: bool) -> None:
-    """Print the tensors that differ, the worst first, then how many are equal and the totals; problems end in 1."""
+    """Print the tensors that differ, the worst first, the totals and the number of equal tensors; exit on problems."""
     worst_first = sorted(comparison.tensors, key=_badness, reverse=True)
     if as_json:
-        tensors = [each.to_dict() for each in worst_first[:top]]
+        tensors = [tensor.to_dict() for tensor in worst_first[:top]]
         print_json({**comparison.to_dict(), "tensors": tensors, "equal": sum(e.is_equal for e in comparison.tensors)})
     else:
-        _print(comparison, [each for each in worst_first if not each.is_equal], top)
+        _print(comparison, [tensor for tensor in worst_first if not tensor.is_equal], top)
     hidden = len(comparison.problems) - _SHOWN_PROBLEMS
     exit_with([*comparison.problems[:_SHOWN_PROBLEMS], *([f"{hidden} more; --json has all"] if hidden > 0 else [])])
 
 
 def _badness(difference: Difference) -> tuple[bool, float, float]:
-    """Return what sorts tensors that cannot be compared above NaN and infinities, and these above all other errors."""
+    """Return a sort key that puts tensors that cannot be compared first, then NaN and infinities, then large errors."""
     errors = (difference.relative_l2, difference.largest)
     l2, largest = (math.inf if math.isnan(error) else error for error in errors)
     return not difference.comparable, l2, largest
@@ -44,8 +44,8 @@ def _print(comparison: Comparison, differing: list[Difference], top: int | None)
     shown = differing[:top]
     table = Table(("tensor",), right=("dB", "L2", "largest", "A", "B"), drop=("A", "B", "largest", "L2"))
     for group in (shown, comparison.totals):
-        for each in group:
-            table.add_row(*_row(each.to_dict()))
+        for difference in group:
+            table.add_row(*_row(difference.to_dict()))
         table.add_section()
     print_table(table)
     if comparison.calibrated is not None:
@@ -57,7 +57,7 @@ def _print(comparison: Comparison, differing: list[Difference], top: int | None)
 
 
 def _print_outputs(calibrated: Calibrated) -> None:
-    """Print what calibration was worth to each block: errors of weights grow by it, those of outputs fall."""
+    """Print each block's output errors without and with calibration: it lowers these and raises errors of weights."""
     table = Table(("outputs of, % off",), right=("without texts", "with texts"))
     for name, errors in calibrated.blocks.items():
         table.add_row(name, *(f"{100 * error:.3g}" for error in errors))

@@ -1,4 +1,4 @@
-"""`trainweights export`: a quantized model in a layout that others read."""
+"""`trainweights export`: writes a quantized model for readers without this package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_trainweights_cli.tables import show_size
 
 
 class Layout(StrEnum):
-    """The layouts that others read."""
+    """The layouts that `export` writes."""
 
     COMPRESSED_TENSORS = "compressed-tensors"
     GGUF = "gguf"
@@ -62,7 +62,7 @@ def export(
     """
     if runtime is not None and to is not Layout.ONNX:
         raise typer.BadParameter(f"{to} has no runtimes; only onnx has.", param_hint="--runtime")
-    # Where the weights of a graph go that is too large for one file.
+    # The file for the weights of an ONNX graph that is too large for one file.
     beside = [out.with_name(f"{out.name}.data")] if to is Layout.ONNX else []
     with errors_in_one_line(debug), working(f"exporting {model}"), warnings.catch_warnings():
         require_nothing_at(out, *beside)
@@ -78,7 +78,7 @@ def export(
 def _export(path: Path, out: Path, to: Layout, runtime: Runtime) -> None:
     import hf_trainweights
 
-    # Tracers warn of Transformers' own code, which whoever runs a command cannot change.
+    # Tracers warn about code of Transformers, which a user of the command cannot change.
     warnings.filterwarnings("ignore", message=".*trace.*")
     match to:
         case Layout.COMPRESSED_TENSORS:

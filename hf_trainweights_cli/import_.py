@@ -1,4 +1,4 @@
-"""`trainweights import`: models that other quantizers wrote."""
+"""`trainweights import`: converts models that other quantizers wrote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`trainweights inspect`, `verify` and `diff`: the commands that look at saved models and change nothing."""
+"""`trainweights inspect`, `verify` and `diff`: the commands that read saved models and change no file."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _print_formats(entries: Sequence[Entry]) -> None:
 
 
 def _print_tensors(entries: Sequence[Entry], count: int | None) -> None:
-    """Print the largest tensors, or all in the order of the files."""
+    """Print the `count` largest tensors, or if it is None, all tensors in the order of the files."""
     by_size = sorted(entries, key=lambda entry: entry.stored_bytes or 0, reverse=True)
     table = Table(("tensor", "format"), right=("shape", "size"), drop=("shape", "format"))
     for entry in entries if count is None else by_size[:count]:

@@ -1,4 +1,4 @@
-"""The `trainweights` command as a whole."""
+"""Puts together the `trainweights` command from its subcommands."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def main() -> None:
         call = end.call
     else:
         return
-    call()  # not above, where its errors would have another error as context
+    call()  # outside of the except clause, so that its errors do not have AfterCommand as context
 
 
 def _show_version(wanted: bool) -> None:
@@ -58,8 +58,8 @@ def _root(
 
     Exit codes: 0 if all is well, 1 for a problem found or an error, 2 for wrong usage, 130 after an interrupt.
     """
-    # Where other programs keep the cores busy, threads that spin while they wait for each other took twice the
-    # processor time of `quantize`, and half as long again. Programs that generate have many short products, for which
-    # waiting without spinning is slower.
+    # OpenMP threads spin while they wait for each other. While other programs kept the cores busy, spinning doubled the
+    # processor time of `quantize`, which also took half as long again. `demo` and `run` may generate text, which takes
+    # many short products; for these, waiting without spinning is slower.
     if context.invoked_subcommand not in ("demo", "run"):
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -1,4 +1,4 @@
-"""`trainweights push`: a quantized model from a directory to the Hub."""
+"""`trainweights push`: uploads a quantized model from a directory to the Hub."""
 
 from __future__ import annotations
 

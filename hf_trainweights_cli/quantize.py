@@ -1,4 +1,4 @@
-"""`trainweights quantize` and `dequantize`: saved models from one directory into another."""
+"""`trainweights quantize` and `dequantize`: convert a saved model into another directory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Dtype(StrEnum):
-    """The dtypes of what is not quantized."""
+    """The dtypes of float weights."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -144,8 +144,8 @@ def quantize(
 
     with errors_in_one_line(debug), working(f"quantizing {model}"):
         require_source(model)
-        kept = dtype.value if dtype else "auto"
-        summary = quantize_directory(model, out, config, dtype=kept, calibration=texts)
+        float_dtype = dtype.value if dtype else "auto"
+        summary = quantize_directory(model, out, config, dtype=float_dtype, calibration=texts)
     if as_json:
         print_json({"source": model, "out": str(out), **summary_as_json(summary)})
     else:
@@ -155,7 +155,7 @@ def quantize(
         if calibration is None:
             say(f"next: {shlex.join(['trainweights', 'diff', model, str(out)])}  shows what each weight lost")
         else:
-            # Calibrated codes make single weights worse and the model better.
+            # Calibration makes single weights worse and the model better, so errors of weights would mislead.
             command = shlex.join(["trainweights", "report", str(out), model])
             say(f"next: {command} --texts FILE  shows what the model lost")
 
@@ -187,7 +187,7 @@ def dequantize(
 
 
 def _config(name: str | None, group_size: int | None, options: dict[str, Any]) -> TrainWeightsConfig:
-    """Return the configuration; what is wrong in it is wrong usage of an option."""
+    """Return the configuration; report errors in it as wrong usage of an option."""
     from hf_trainweights import TrainWeightsConfig
     from hf_trainweights.errors import ConfigError
     from hf_trainweights.formats import FORMATS
@@ -201,13 +201,13 @@ def _config(name: str | None, group_size: int | None, options: dict[str, Any]) -
 
 
 def _option(error: ConfigError) -> str:
-    """Return the option that an error is about."""
+    """Return the command-line option of the configuration's field that an error names."""
     first = error.where.partition(" ")[0].partition("[")[0]
     return {"overrides": "--rules"}.get(first, f"--{first.replace('_', '-')}")
 
 
 def _read_rules(file: Path) -> dict[str, Any]:
-    """Return overrides; TOML has no null, so false stands for it."""
+    """Read overrides from a JSON or TOML file; false stands for None, because TOML has no null."""
     try:
         text = file.read_text(encoding="utf-8")
         rules = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)

@@ -1,4 +1,4 @@
-"""`trainweights report`."""
+"""`trainweights report`: writes a report on a model or a training run."""
 
 from __future__ import annotations
 

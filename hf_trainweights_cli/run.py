@@ -1,4 +1,4 @@
-"""`trainweights run`: another program, with quantized models as it would have them after `import hf_trainweights`."""
+"""`trainweights run`: runs another program after `import hf_trainweights`, so that it can load quantized models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_trainweights_cli.commands import AfterCommand, Command
 
 
 class RunCommand(Command):
-    """A command that takes what follows the program's name as that program's own, options too."""
+    """A command that passes all arguments and options after the program's name to the program."""
 
     allow_interspersed_args = False
 
@@ -37,8 +37,8 @@ def run(
     if not commands and not file.is_file():
         sys.path.insert(0, "")  # the working directory, where `python -m` finds modules too
         if not _is_module(program):
-            found = "no such command, file or module in this environment"
-            raise typer.BadParameter(f"expected a Python program, found {found}: {program}", param_hint="PROGRAM")
+            problem = "no such command, file or module in this environment"
+            raise typer.BadParameter(f"expected a Python program, found {problem}: {program}", param_hint="PROGRAM")
 
     import hf_trainweights  # noqa: F401  (registers the quantizer)
 
@@ -68,7 +68,7 @@ def _use_kv_cache(kind: str) -> None:
 
 
 def _is_module(name: str) -> bool:
-    """Return whether a module can be found by its name, which is not imported."""
+    """Return True if a module of this name exists; do not import it."""
     from importlib.util import find_spec
 
     try:

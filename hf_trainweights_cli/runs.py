@@ -1,4 +1,4 @@
-"""Which checkpoints a path means: the one that it is itself, or those of a run."""
+"""Finds the checkpoints that a path names: one checkpoint, or all checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CHECKPOINT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".safetensors")
 
 
 def checkpoints(path: Path) -> list[Path]:
-    """Return the checkpoint directories of a run, the oldest first, or the one checkpoint that a path is itself."""
+    """Return the checkpoint directories of a run, the oldest first, or the path alone if it is a checkpoint."""
     from hf_trainweights.checkpoint.dcp.reader import dcp_directories
     from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
     from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories
@@ -32,7 +32,7 @@ def checkpoints(path: Path) -> list[Path]:
 
 
 def use_base(directory: Path | None) -> None:
-    """Have the base of checkpoints looked for in a directory that the user named, if there is one."""
+    """Register the directory that the user named, if any, so that readers find the checkpoints' base in it."""
     from hf_trainweights.checkpoint import register_base
 
     if directory is not None:
@@ -40,15 +40,15 @@ def use_base(directory: Path | None) -> None:
 
 
 def require_one_checkpoint(path: Path) -> None:
-    """Check that a path is one small checkpoint, not a run and not without a manifest."""
+    """Raise ConfigError unless a path is one checkpoint with a manifest; a run is refused too."""
     from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
     from hf_trainweights.errors import ConfigError
 
     if (path / MANIFEST_NAME).exists():
         return
-    found, next_step = f"no {MANIFEST_NAME}", f"See `trainweights inspect {path}`, which lists any weights."
+    problem, next_step = f"no {MANIFEST_NAME}", f"See `trainweights inspect {path}`, which lists any weights."
     directories = checkpoints(path)
     if directories != [path]:
-        found = f"a run of {len(directories)}"
+        problem = f"a run of {len(directories)}"
         next_step = f"Name one, such as {directories[-1]}, or list all by `trainweights checkpoint ls {path}`."
-    raise ConfigError(str(path), "one small checkpoint", found, next_step)
+    raise ConfigError(str(path), "one small checkpoint", problem, next_step)

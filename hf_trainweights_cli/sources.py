@@ -1,4 +1,4 @@
-"""Where commands read from and write to: directories, models on the Hub, and places where nothing lies yet."""
+"""Checks the sources and targets of commands: directories, models on the Hub, and paths that must be new."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NewDirectory = Annotated[Path, typer.Argument(metavar="OUT", help="A new or empt
 
 
 def local_copy(source: str) -> Path:
-    """Return the directory or file that a user named; of a model on the Hub the snapshot in the cache."""
+    """Return the path of a source; if it is a model on the Hub, download it and return its snapshot in the cache."""
     if os.path.lexists(source):
         return Path(source)
     require_source(source)
@@ -29,7 +29,7 @@ def local_copy(source: str) -> Path:
 
 
 def require_source(source: str) -> None:
-    """Check that something exists at a path, or that it can be the id of a model on the Hub."""
+    """Raise ConfigError unless a source is an existing path or can be the id of a model on the Hub."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -42,7 +42,7 @@ def require_source(source: str) -> None:
 
 
 def require_nothing_at(*paths: Path) -> None:
-    """Check that a command overwrites nothing: each path is new, or an empty directory."""
+    """Raise ConfigError unless each path is new or an empty directory, so that a command overwrites no file."""
     from hf_trainweights.errors import ConfigError
 
     for path in paths:
@@ -71,7 +71,7 @@ def _reason(error: OSError) -> str:
 
 
 def read_texts(file: Path, option: str) -> list[str]:
-    """Return the lines of a file of texts."""
+    """Return the lines of a file, each a text; `option` names the option in an error."""
     try:
         return file.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:

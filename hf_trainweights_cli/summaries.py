@@ -1,4 +1,4 @@
-"""What became of the weights of a model, as a table or as JSON."""
+"""Shows the formats and bytes of a model's weights after quantizing, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def summary_as_json(summary: Summary) -> dict[str, Any]:
-    """Return the choices for all tensors, and the bytes of all, as JSON values."""
+    """Return the choice for each tensor and the total bytes as a dict for JSON."""
     totals = {"bytes_before": summary.bytes_before, "bytes_after": summary.bytes_after}
     if summary.calibrated is not None:
         totals |= asdict(summary.calibrated)
@@ -22,19 +22,19 @@ def summary_as_json(summary: Summary) -> dict[str, Any]:
 
 
 def _choice_as_json(choice: Choice) -> dict[str, Any]:
-    kept = {name: getattr(choice, name) for name in ("name", "reason", "numel", "bytes_before", "bytes_after")}
-    return {**kept, "format": choice.format and choice.format.get_config()}
+    fields = {name: getattr(choice, name) for name in ("name", "reason", "numel", "bytes_before", "bytes_after")}
+    return {**fields, "format": choice.format and choice.format.get_config()}
 
 
 def print_summary(summary: Summary) -> None:
-    """Print how many tensors are in which format, and their bytes."""
+    """Print the number of tensors in each format, and their bytes."""
     groups: dict[tuple[str, str], list[Choice]] = defaultdict(list)
     for choice in summary.tensors:
         groups[str(choice.format or "float"), choice.reason].append(choice)
     table = Table(
         ("format",), right=("tensors", "before", "after", "ratio"), drop=("before", "tensors"), labels=("format",)
     )
-    # The quantized tensors come first; those that are left alone are listed with the reason.
+    # Quantized tensors come first. Float tensors are grouped by the reason why they stay float.
     for (shown, reason), choices in sorted(groups.items(), key=lambda group: group[0][0] == "float"):
         totals = (sum(getattr(choice, name) for choice in choices) for name in ("bytes_before", "bytes_after"))
         table.add_row(f"{shown}: {reason}" if reason else shown, len(choices), *show_sizes(*totals))

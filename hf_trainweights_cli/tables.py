@@ -1,4 +1,4 @@
-"""Tables that fit a terminal, and that are whole where something else reads them: each row is one line then."""
+"""Prints tables that fit into a terminal; in a pipe or file, a table is complete and each row is one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rich.table import Table as Drawing
 
 from hf_trainweights_cli.console import printable
 
-# Wider than any row; what is not on a terminal is never wrapped.
+# Wider than any row: outside of a terminal, a row is never wrapped.
 _UNLIMITED = 1 << 20
 
 
@@ -26,15 +26,14 @@ _UNLIMITED = 1 << 20
 class Table:
     """Rows of text under a head, with empty lines between groups of rows.
 
-    On a terminal that is too narrow, columns are left out in the order of `drop`. Names never break: where they still
-    do not fit beside the other columns, each row takes two lines. Only a name that is longer than a whole line loses
-    its middle.
+    On a narrow terminal, columns are left out in the order of `drop`. If the names still do not fit beside the other
+    columns, each row takes two lines. A name is never wrapped, but loses its middle if it is longer than a line.
 
     Args:
-        left: Heads of the columns of text. The first holds names, if `labels` does not say otherwise.
+        left: Heads of the columns of text. The first column holds names, unless its head is in `labels`.
         right: Heads of the columns of numbers.
-        drop: Heads of the columns that a narrow terminal does without, the first one first.
-        labels: Heads of the columns of text that may take several lines.
+        drop: Heads of the columns to leave out on a narrow terminal, in this order.
+        labels: Heads of the columns whose text may be wrapped.
     """
 
     left: Sequence[str]
@@ -44,15 +43,15 @@ class Table:
     groups: list[list[tuple[str, ...]]] = field(default_factory=lambda: [[]])
 
     def add_row(self, *cells: object) -> None:
-        """Add a row; its cells are shown as `printable` shows them."""
+        """Add a row of cells, escaped and cut by `printable`."""
         self.groups[-1].append(tuple(map(printable, cells)))
 
     def add_section(self) -> None:
-        """End a group of rows."""
+        """End a group of rows; an empty line follows."""
         self.groups.append([])
 
     def lines(self, width: int | None) -> list[str]:
-        """Return the table as text, for a terminal of so many columns; None is no limit."""
+        """Return the table as lines of at most `width` characters; None means no limit."""
         console = Console(width=width or _UNLIMITED, markup=False, emoji=False, highlight=False, force_terminal=False)
         for dropped in range(len(self.drop) + 1):
             drawing = self._draw(set(self.drop[:dropped]))
@@ -67,23 +66,23 @@ class Table:
 
     def _draw(self, dropped: set[str]) -> Drawing:
         heads = (*self.left, *self.right)
-        kept = [index for index, head in enumerate(heads) if head not in dropped]
+        shown = [index for index, head in enumerate(heads) if head not in dropped]
         drawing = Drawing(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-        for index in kept:
+        for index in shown:
             folds = heads[index] in self.labels
             cells = [row[index] for group in self.groups for row in group]
-            # Rich would cut a column that does not wrap to its longest word.
+            # Set the width, because Rich would cut a column that does not wrap to its longest word.
             width = None if folds else max(map(cell_len, (heads[index], *cells)))
             justify = "left" if index < len(self.left) else "right"
             drawing.add_column(heads[index], justify=justify, no_wrap=not folds, min_width=width)
         for group in filter(None, self.groups):
             for row in group:
-                drawing.add_row(*(row[index] for index in kept))
+                drawing.add_row(*(row[index] for index in shown))
             drawing.add_section()
         return drawing
 
     def _stacked(self, width: int) -> list[str]:
-        """Return two lines for each row: the name, and below it as many of the other columns as a line holds."""
+        """Return two lines for each row: the name, and below it the other columns that fit into a line."""
         rows = [row for group in self.groups for row in group]
         below: dict[tuple[str, ...], str] = {}
         for dropped in range(len(self.drop) + 1):
@@ -103,7 +102,7 @@ class Table:
 
 
 def shorten(name: str, width: int) -> str:
-    """Return a name that is longer than a line without its middle, which says least; others as they are."""
+    """Cut the middle out of a name that is longer than a line; the middle tells least."""
     if len(name) <= width:
         return name
     head = max(0, width - 3) // 2
@@ -112,29 +111,29 @@ def shorten(name: str, width: int) -> str:
 
 
 def print_table(table: Table) -> None:
-    """Print a table on stdout, as wide as the terminal allows, or whole where stdout is none."""
+    """Print a table on stdout, fitted to the terminal, or complete if stdout is no terminal."""
     width = Console().width if sys.stdout.isatty() else None
     typer.echo("\n".join(table.lines(width)))
 
 
 def print_note(text: str) -> None:
-    """Print a line of explanation on stdout; on a terminal it is broken between words."""
+    """Print a line of explanation on stdout; on a terminal, wrap it between words."""
     typer.echo(textwrap.fill(text, Console().width) if sys.stdout.isatty() else text)
 
 
 def show_size(count: int | None) -> str:
-    """Return a number of bytes as people read it; `?` for None."""
+    """Return a number of bytes as text with a unit; `?` for None."""
     if count is None:
         return "?"
     return decimal(count) if count >= 1000 else f"{count} B"
 
 
 def show_sizes(plain_bytes: int, stored_bytes: int) -> tuple[str, str, str]:
-    """Return two sizes and their ratio."""
+    """Return two sizes and their ratio as texts."""
     ratio = f"{plain_bytes / stored_bytes:.2f}" if stored_bytes and plain_bytes else ""
     return show_size(plain_bytes), show_size(stored_bytes), ratio
 
 
 def show_error(value: Any) -> str:
-    """Return an error with two digits; `-` for None, where there is none to measure."""
+    """Return an error as text with two digits; `-` for None, an error that could not be measured."""
     return "-" if value is None else "0" if value == 0 else f"{value:.1e}"

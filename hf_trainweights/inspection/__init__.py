@@ -1,1 +1,1 @@
-"""Looks into weight files and checkpoints: lists their tensors, and measures how much two of them differ."""
+"""Inspects weight files, models and checkpoints: lists their tensors, compares two of them, and verifies a model."""

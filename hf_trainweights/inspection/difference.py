@@ -1,4 +1,4 @@
-"""Compares two checkpoints or models tensor by tensor: what rounding costs, or how far training has moved."""
+"""Compares two checkpoints or models tensor by tensor, to measure rounding errors or the progress of training."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from hf_trainweights.models.loading.saved_models import load_saved
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 _PIECE_ELEMENTS = 1 << 22
-# By code, the lower four bits of an octet first; the highest bit of a code is the sign.
+# The value of each 4-bit code; the highest bit is the sign.
 _FLOAT4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of two tensors a and b, as sums over their elements, so that differences add up.
+    """The difference of two tensors a and b. It holds sums over elements, so differences of several tensors add up.
 
     Args:
         name: The weight's name; for a tensor of the optimizer, `optimizer: ` and its key path.
@@ -33,7 +33,7 @@ class Difference:
         largest: Largest |a - b|.
         bytes_a: Bytes of a on disk; None if they are unknown.
         bytes_b: Bytes of b on disk; None if they are unknown.
-        comparable: Whether shapes are the same, and both are complex or neither; if not, the sums are 0.
+        comparable: True if both have the same shape, and both or neither are complex; otherwise the sums are 0.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Difference:
 
     @property
     def is_equal(self) -> bool:
-        """Whether shapes and the values of all elements are the same."""
+        """True if both have the same shape and equal elements."""
         return self.comparable and self.largest == 0
 
     def __add__(self, other: Difference) -> Difference:
@@ -70,7 +70,7 @@ class Difference:
         return replace(self, **sums, largest=largest)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the difference as JSON values, except for NaN and infinities; errors are None if not comparable."""
+        """Return the difference as a dict for JSON, NaN and infinities as floats; errors are None if not comparable."""
         errors = {"relative_l2": self.relative_l2, "snr_db": self.snr_db, "largest": self.largest}
         shown = errors if self.comparable else dict.fromkeys(errors)
         return {"name": self.name, **shown, "bytes_a": self.bytes_a, "bytes_b": self.bytes_b}
@@ -81,10 +81,10 @@ class Comparison:
     """The result of comparing two checkpoints.
 
     Args:
-        tensors: One entry per name that both have, weights first.
+        tensors: A difference for each name that both have, weights first.
         totals: The sum over all weights, and the sum over the optimizer's state.
         problems: Sentences about names that only one of them has, and about shapes and dtypes that differ.
-        calibrated: What calibration was worth to b, or to a; errors of its weights say little of the whole.
+        calibrated: Output errors of b, or of a, without and with calibration; they tell more than errors of weights.
     """
 
     tensors: tuple[Difference, ...]
@@ -93,22 +93,22 @@ class Comparison:
     calibrated: Calibrated | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the comparison as JSON values, except for NaN and infinities."""
-        tensors, totals = ([each.to_dict() for each in part] for part in (self.tensors, self.totals))
+        """Return the comparison as a dict for JSON, with NaN and infinities as floats."""
+        tensors, totals = ([difference.to_dict() for difference in group] for group in (self.tensors, self.totals))
         outputs = {} if self.calibrated is None else {"calibrated": asdict(self.calibrated)}
         return {"tensors": tensors, "totals": totals, "problems": list(self.problems), **outputs}
 
     def _repr_html_(self) -> str:
         head = ("tensor", "|a - b| / |a|", "largest |a - b|", "bytes of a", "bytes of b")
         tables = [
-            html_table(f"{len(rows)} {what}", head, map(_cells, rows), folded=what == "tensors")
-            for rows, what in ((self.totals, "totals"), (self.tensors, "tensors"))
+            html_table(f"{len(rows)} {title}", head, map(_cells, rows), folded=title == "tensors")
+            for rows, title in ((self.totals, "totals"), (self.tensors, "tensors"))
         ]
-        return "".join([*tables, html_table("problems", (), ([each] for each in self.problems)) * bool(self.problems)])
+        return "".join([*tables, html_table("problems", (), ([text] for text in self.problems)) * bool(self.problems)])
 
 
 def compare_checkpoints(a: str | Path, b: str | Path) -> Comparison:
-    """Compare the weights and the optimizer's states of two checkpoints, each plain or encoded, in files or sharded.
+    """Compare the weights and optimizer states of two checkpoints: plain or encoded, in whole files or sharded.
 
     Args:
         a: A checkpoint directory, or one file of it.
@@ -127,25 +127,25 @@ def compare_checkpoints(a: str | Path, b: str | Path) -> Comparison:
         >>> compare_checkpoints("runs/a/checkpoint-100", "runs/b/checkpoint-100").totals  # doctest: +SKIP
     """
     files = find_parts(Path(a)), find_parts(Path(b))
-    # A generator, so that only one part is in memory at a time.
+    # A generator keeps either the weights or the optimizer's state in memory, never both.
     parts = (
-        (part, read_part(files[0].get(part, []), part), read_part(files[1].get(part, []), part))
-        for part in dict.fromkeys([*files[0], *files[1]])
+        (name, read_part(files[0].get(name, []), name), read_part(files[1].get(name, []), name))
+        for name in dict.fromkeys([*files[0], *files[1]])
     )
     return compare_tensors(parts, (str(a), str(b)))
 
 
 def compare_models(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comparison:
-    """Compare the weights of two saved models, each as Transformers loads it.
+    """Compare the weights of two saved models after Transformers has loaded them.
 
-    Weights therefore have the names of their modules, experts are merged in both models, and tied weights count once.
+    So weights have the names of their modules, experts are merged in both models, and tied weights count once.
 
     Args:
         a: Directory or Hub id of a model, float or quantized.
         b: The model to compare it with.
 
     Returns:
-        The differences, and what calibration was worth; bytes are those of the stored tensors.
+        The differences, with the bytes of the stored tensors, and the errors without and with calibration.
 
     Raises:
         ConfigError: Transformers has no class for a model, or weights are missing.
@@ -156,45 +156,45 @@ def compare_models(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comp
         >>> comparison.totals[0].is_equal
         False
     """
-    found = compare_tensors([("weights", _weights(a), _weights(b))], (str(a), str(b)))
-    return replace(found, calibrated=Calibrated.beside(Path(b)) or Calibrated.beside(Path(a)))
+    comparison = compare_tensors([("weights", _weights(a), _weights(b))], (str(a), str(b)))
+    return replace(comparison, calibrated=Calibrated.beside(Path(b)) or Calibrated.beside(Path(a)))
 
 
 def _weights(source: str | os.PathLike[str]) -> dict[str, StoredTensor]:
-    found: dict[int, StoredTensor] = {}
+    unique: dict[int, StoredTensor] = {}
     for name, tensor in load_saved(source).state_dict(keep_vars=True).items():
         # A tied weight is one object under several names.
-        found.setdefault(id(tensor), StoredTensor.of(name, tensor))
-    return {stored.name: stored for stored in found.values()}
+        unique.setdefault(id(tensor), StoredTensor.of(name, tensor))
+    return {stored.name: stored for stored in unique.values()}
 
 
 def compare_tensors(
     parts: Iterable[tuple[str, Mapping[str, StoredTensor], Mapping[str, StoredTensor]]], names: tuple[str, str]
 ) -> Comparison:
-    """Compare tensors of a and b that have the same key, quantized ones by their float values.
+    """Compare the tensors of a and b that have the same key, after dequantizing quantized ones.
 
-    Each of `parts`, a name with the tensors of a and of b, gets a total; `names` are those of a and b in problems.
+    Each of `parts` is a name with the tensors of a and of b, and gets a total. Problems call a and b by `names`.
     """
     tensors: list[Difference] = []
     totals: list[Difference] = []
     problems: list[str] = []
-    for part, of_a, of_b in parts:
+    for part_name, of_a, of_b in parts:
         problems += [f"{key} is only in {names[0]}" for key in of_a if key not in of_b]
         problems += [f"{key} is only in {names[1]}" for key in of_b if key not in of_a]
-        found = []
+        differences = []
         for key in (key for key in of_a if key in of_b):
-            stored_a, stored_b = of_a[key], of_b[key]  # read once: those of a sharded checkpoint are not kept
-            found.append(_difference(key, stored_a, stored_b))
+            stored_a, stored_b = of_a[key], of_b[key]  # once: a sharded checkpoint reads a tensor at each access
+            differences.append(_difference(key, stored_a, stored_b))
             misfit = _misfit(stored_a, stored_b)
             problems += [f"{key} {misfit}"] if misfit else []
-        tensors += found
-        totals.append(sum(found, Difference(f"all of {part}")))
+        tensors += differences
+        totals.append(sum(differences, Difference(f"all of {part_name}")))
     return Comparison(tuple(tensors), tuple(totals), tuple(problems))
 
 
-def _cells(each: Difference) -> tuple[object, ...]:
-    errors = (f"{each.relative_l2:.2g}", f"{each.largest:.2g}") if each.comparable else ("", "")
-    return each.name, *errors, each.bytes_a, each.bytes_b
+def _cells(row: Difference) -> tuple[object, ...]:
+    errors = (f"{row.relative_l2:.2g}", f"{row.largest:.2g}") if row.comparable else ("", "")
+    return row.name, *errors, row.bytes_a, row.bytes_b
 
 
 def _difference(key: str, a: StoredTensor, b: StoredTensor) -> Difference:
@@ -202,7 +202,7 @@ def _difference(key: str, a: StoredTensor, b: StoredTensor) -> Difference:
     values_a, values_b = in_single_values(a.tensor), in_single_values(b.tensor)
     if values_a.shape != values_b.shape or values_a.is_complex() != values_b.is_complex():
         return replace(total, comparable=False)
-    pieces = (_dense(each).detach().reshape(-1).split(_PIECE_ELEMENTS) for each in (values_a, values_b))
+    pieces = (_dense(values).detach().reshape(-1).split(_PIECE_ELEMENTS) for values in (values_a, values_b))
     for piece_a, piece_b in zip(*pieces, strict=True):
         if piece_a.numel():
             total += difference_of(piece_a, piece_b)
@@ -220,7 +220,7 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def in_single_values(tensor: Tensor) -> Tensor:
-    """Return a tensor to compute with: a sparse one with its zeros, float4 of pairs in single values, others as is."""
+    """Make a sparse tensor dense, unpack float4 stored in pairs to float32, and return any other tensor as it is."""
     if tensor.layout is not torch.strided:
         return tensor.to_dense()
     if tensor.dtype != torch.float4_e2m1fn_x2:
@@ -231,12 +231,12 @@ def in_single_values(tensor: Tensor) -> Tensor:
 
 
 def difference_of(a: Tensor, b: Tensor) -> Difference:
-    """Return the difference of two tensors of one shape that are not empty: every error of a weight is made of these.
+    """Return the difference of two tensors of the same shape, which must not be empty.
 
-    Of a quantized weight that is the one that `dequantize()` returns, rounded to the dtype that the weight shows.
+    All errors of weights are sums of these. For a quantized weight, pass the values of its `dequantize()`.
     """
     a, b = _as_float64(a), _as_float64(b)
-    # Infinities and NaN at the same place are no difference, though subtracting them gives NaN.
+    # Infinities and NaN at the same position are no difference, but subtracting them would give NaN.
     same = (a == b) | (a.isnan() & b.isnan())
     error = torch.where(same, 0.0, a - b)
     return Difference(

@@ -29,7 +29,7 @@ _MEMBER = "zip member"
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor. All stored tensors of a quantized weight are one entry.
+    """One tensor in a listing. A quantized weight is one entry, although a file holds several tensors for it.
 
     Args:
         name: The tensor's name; for a quantized weight, the name of the float weight.
@@ -54,8 +54,8 @@ class Inspection:
 
     Args:
         entries: The tensors, in the order of the files.
-        unsafe: The files that were not unpickled because that would call functions that torch does not allow: file
-            name to these functions. Such a file's entries are the members of its zip archive.
+        unsafe: Names of the files that were not unpickled, with the functions that unpickling would call and torch
+            does not allow. The entries of such a file are the members of its zip archive.
     """
 
     entries: tuple[Entry, ...]
@@ -70,7 +70,7 @@ def inspect_weights(path: str | Path) -> Inspection:
     """List the tensors of a model, a checkpoint, or one file.
 
     Args:
-        path: A directory with weights, also of a sharded checkpoint, a `.safetensors` file, or a file that torch.save
+        path: A directory of a model or a checkpoint, sharded or not, a `.safetensors` file, or a file that torch.save
             wrote.
 
     Returns:
@@ -96,36 +96,36 @@ def inspect_weights(path: str | Path) -> Inspection:
     tensors: dict[str, StoredTensor] = {}
     members: list[Entry] = []
     unsafe: dict[str, tuple[str, ...]] = {}
-    for part, files in find_parts(path).items():
+    for part_name, files in find_parts(path).items():
         for file in files:
             calls = () if file.is_dir() else unsafe_calls(file)
             if calls:
                 unsafe[file.name] = calls
                 members += _members(file)
             else:
-                tensors |= _read(file, part)
+                tensors |= _read(file, part_name)
     entries = [_entry(stored) for stored in fold_weights(tensors, default, values=False)]
     return Inspection((*entries, *members), unsafe)
 
 
-def _read(file: Path, part: str) -> dict[str, StoredTensor]:
-    tensors = dict(read_part([file], part, values=False))
-    telling = (FORMAT_SUFFIX, *CODED_SUFFIXES)
-    formats = [key for key in tensors if (parse_stored_name(key) or ("", ""))[1] in telling]
+def _read(file: Path, part_name: str) -> dict[str, StoredTensor]:
+    tensors = dict(read_part([file], part_name, values=False))
+    format_suffixes = (FORMAT_SUFFIX, *CODED_SUFFIXES)
+    formats = [key for key in tensors if (parse_stored_name(key) or ("", ""))[1] in format_suffixes]
     if any(tensors[key].tensor.is_meta for key in formats):
-        # In an encoded file of quantized weights, the values of these tensors say how to read the others.
-        stored = read_part([file], part)
+        # In an encoded file of quantized weights, the values of these tensors tell how to read the other tensors.
+        stored = read_part([file], part_name)
         tensors |= {key: stored[key] for key in formats}
     return tensors
 
 
 def configured_format(directory: Path) -> Format | None:
-    """Return the format that the config.json of a directory names for the weights beside it; None without one."""
+    """Return the default format in the config.json of a directory; None if it does not configure this quantizer."""
     config = read_quantization_config(directory) or {}
     if config.get("quant_method") != QUANT_METHOD:
         return None
     try:
-        # Activations say how to compute with the weights, not how to read them.
+        # The format of activations does not matter for reading weights.
         return TrainWeightsConfig.from_dict(config, activations=None).default_format
     except ConfigError as error:
         next_step = "Restore it from a copy, or inspect the files one by one."
@@ -145,29 +145,29 @@ def _members(file: Path) -> list[Entry]:
 def fold_weights(
     tensors: dict[str, StoredTensor], default: Format | None, values: bool = True
 ) -> Iterable[StoredTensor]:
-    """Yield each tensor; the stored tensors of a quantized weight become one, in the place of the first of them.
+    """Yield tensors, with the stored tensors of each quantized weight combined into one, at the position of the first.
 
-    `default` is the format that the configuration names; without it stored tensors stay as they are. Without `values`
-    coded weights are not decoded, but on the meta device.
+    `default` is the format in the configuration. If it is None, stored tensors stay separate. If `values` is false,
+    coded weights are on the meta device and are not decoded.
     """
     groups = group_stored(tensors) if default else {}
     weights = set(groups)
     for key, stored in tensors.items():
         parsed = parse_stored_name(key)
-        # A guard holds nothing.
+        # Notices and guards hold no weights.
         if default is not None and (is_notice(key) or (key in weights and is_guard(stored.tensor))):
             continue
         if parsed is None or default is None:
             yield stored
             continue
-        parts = groups.pop(parsed[0], None)
-        if parts is None:
+        members = groups.pop(parsed[0], None)
+        if members is None:
             continue
-        plain = {suffix: part.tensor for suffix, part in parts.items()}
-        # Without a scale any dtype will do: unflatten_weight reports that it is missing.
+        plain = {suffix: member.tensor for suffix, member in members.items()}
+        # If the scale is missing, the dtype does not matter: unflatten_weight raises an error.
         dtype = plain["scale"].dtype if "scale" in plain else None if _is_coded(plain) else torch.float32
         weight = unflatten_weight(parsed[0], plain, dtype, default, values=values)
-        stored_bytes = total_bytes(part.stored_bytes for part in parts.values())
+        stored_bytes = total_bytes(member.stored_bytes for member in members.values())
         yield replace(stored, name=parsed[0], tensor=weight, stored_bytes=stored_bytes)
 
 
@@ -176,9 +176,9 @@ def _is_coded(suffixes: Iterable[str]) -> bool:
 
 
 def total_bytes(counts: Iterable[int | None]) -> int | None:
-    """Return the sum of the bytes of several entries; None if those of one entry are unknown."""
-    known = list(counts)
-    return None if None in known else sum(filter(None, known))
+    """Return the sum of the bytes of several entries; None if the bytes of one entry are unknown."""
+    bytes_or_none = list(counts)
+    return None if None in bytes_or_none else sum(filter(None, bytes_or_none))
 
 
 def _entry(stored: StoredTensor) -> Entry:

@@ -1,8 +1,8 @@
-"""Reads the tensors of a checkpoint, or of one of its files: their names, values and sizes on disk.
+"""Reads the names, values and sizes on disk of the tensors in a checkpoint or in one of its files.
 
-torch.load does not read a pickle of protocol 3 or later without running it; `torch.save(..., pickle_protocol=4)` writes
-one. Of these names, shapes and dtypes are read. Nothing in them is executed and no state is set: each name in the
-pickle stands for one of the few functions here, which make tensors without values, or for an object that does nothing.
+torch.load can read a pickle of protocol 3 or later, as `torch.save(..., pickle_protocol=4)` writes it, only by running
+it. This module reads names, shapes and dtypes of such a pickle and executes nothing in it: each name in the pickle
+stands for one of the few functions here, which make tensors without values, or for an object that does nothing.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from hf_trainweights.files.reading import open_pickle, open_regular_file
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
-# What a DCP directory has of each part.
+# The parts of a checkpoint, each with the function that returns the names of its tensors in a DCP directory.
 _NAMES = {"weights": ShardedContents.all_weights, "optimizer": ShardedContents.optimizer_tensors}
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
-# How a zip archive, a pickle of torch before 1.6 and one of protocol 0 or 1 begin.
+# The first bytes of a zip archive, of a pickle of torch before 1.6, and of pickles of protocol 0 or 1.
 _TORCH_MAGIC = (b"PK", b"\x80", b"}", b"(")
 _LAST_PROTOCOL_OF_TORCH = 2
 
@@ -45,11 +45,11 @@ class StoredTensor:
 
     Args:
         name: The weight's name; for a tensor of the optimizer, `optimizer: ` and its key path.
-        tensor: The values: memory-mapped if the file is plain, on the meta device if only sizes were asked for.
+        tensor: The tensor: memory-mapped if the file is plain, on the meta device if its values were not read.
         stored_bytes: Bytes on disk, scales included; None if the tensor is sparse, or if the file is encoded and no
             manifest lists them.
-        file: The file, if it is of one.
-        read: Returns the values, where `tensor` has none and a reader may want them later.
+        file: The file or DCP directory; None for a tensor in memory.
+        read: A function that reads the values later; None if `tensor` has them, or only sizes were requested.
     """
 
     name: str
@@ -59,12 +59,12 @@ class StoredTensor:
     read: Callable[[], Tensor] | None = None
 
     def values(self) -> Tensor:
-        """Return the tensor with its values; one that `read` tells of is read at each call, and not kept."""
+        """Return the tensor with its values; if `read` is a function, every call reads the values again."""
         return self.tensor if self.read is None else self.read()
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> StoredTensor:
-        """Return a tensor of a model in memory."""
+        """Wrap a tensor of a model in memory."""
         return cls(name, tensor, tensor.stored_bytes if isinstance(tensor, QuantizedTensor) else _bytes_of(tensor))
 
     @property
@@ -76,36 +76,36 @@ class StoredTensor:
 
 
 def find_parts(path: Path) -> dict[str, list[Path]]:
-    """Return by `weights` and `optimizer`, of which one may be missing, the files that a loader would open.
+    """Return the files that a loader would open for the parts `weights` and `optimizer`; one part may be missing.
 
-    Of a sharded part that is its DCP directory. ConfigError: a directory holds neither.
+    For a sharded part, return its DCP directory. Raise ConfigError if a directory has neither part.
     """
     if not path.is_dir():
         _require_weight_file(path)
         return {"optimizer" if path.name == OPTIMIZER_NAME else "weights": [path]}
-    found = _find_sharded(path)
+    parts = _find_sharded(path)
     weights = [path / name for name in ENTRY_POINTS if (path / name).is_file()][:1]
     if weights:
         is_index = weights[0].suffix == ".json"
         _require_readable(weights[0])
-        found["weights"] = [path / name for name in shard_names(weights[0])] if is_index else weights
+        parts["weights"] = [path / name for name in shard_names(weights[0])] if is_index else weights
     if (path / OPTIMIZER_NAME).is_file():
-        found["optimizer"] = [path / OPTIMIZER_NAME]
-    if not found:
+        parts["optimizer"] = [path / OPTIMIZER_NAME]
+    if not parts:
         raise ConfigError(str(path), "a checkpoint with weights or an optimizer.pt", "neither", "Choose another path.")
-    return found
+    return parts
 
 
 def _find_sharded(path: Path) -> dict[str, list[Path]]:
-    contents = [ShardedContents(each) for each in dcp_directories(path)]
-    found = {part: [each.directory for each in contents if names_of(each)] for part, names_of in _NAMES.items()}
-    return {part: directories[:1] for part, directories in found.items() if directories}
+    readers = [ShardedContents(directory) for directory in dcp_directories(path)]
+    parts = {name: [reader.directory for reader in readers if names_of(reader)] for name, names_of in _NAMES.items()}
+    return {name: directories[:1] for name, directories in parts.items() if directories}
 
 
 class _ShardedTensors(Mapping[str, StoredTensor]):
-    """One part of a DCP directory, plain or encoded, by the names of its tensors; none stays in memory.
+    """The tensors of one part of a DCP directory, plain or encoded, by name. Each access reads the tensor again.
 
-    Without `values` the tensors are on the meta device.
+    If `values` is false, the tensors are on the meta device.
     """
 
     def __init__(self, directory: Path, part: str, values: bool):
@@ -117,11 +117,11 @@ class _ShardedTensors(Mapping[str, StoredTensor]):
     def __getitem__(self, key: str) -> StoredTensor:
         name = self._names[key]
         entry = self._contents.tensors[name]
-        place = (self._contents.stored_bytes(name), self._contents.directory)
+        location = (self._contents.stored_bytes(name), self._contents.directory)
         if self._values:
-            return StoredTensor(key, self._contents.read_tensor(name), *place)
+            return StoredTensor(key, self._contents.read_tensor(name), *location)
         meta = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-        return StoredTensor(key, meta, *place, read=partial(self._contents.read_tensor, name))
+        return StoredTensor(key, meta, *location, read=partial(self._contents.read_tensor, name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -131,9 +131,9 @@ class _ShardedTensors(Mapping[str, StoredTensor]):
 
 
 def read_part(files: Sequence[Path], part: str, *, values: bool = True) -> Mapping[str, StoredTensor]:
-    """Return the tensors of one part of a checkpoint by name, `values` as for `read_tensors`.
+    """Return the tensors of one part of a checkpoint by name; see `read_tensors` for `values`.
 
-    Those of a DCP directory are read at each access, or are on the meta device.
+    In a DCP directory, each access reads a tensor again, or makes one on the meta device.
     """
     if files and files[0].is_dir():
         return _ShardedTensors(files[0], part, values)
@@ -141,10 +141,10 @@ def read_part(files: Sequence[Path], part: str, *, values: bool = True) -> Mappi
 
 
 def read_tensors(file: Path, part: str, *, values: bool = True) -> Iterator[StoredTensor]:
-    """Yield the tensors of a file of weights or of the optimizer, plain or encoded.
+    """Yield the tensors in a plain or encoded file of weights or of the optimizer.
 
-    Without `values` an encoded file is not decoded, and one of a pickle protocol that torch does not read is listed;
-    with them that is a CorruptFileError. Plain files are memory-mapped in any case.
+    If `values` is false, do not decode an encoded file, and list a pickle of a protocol that torch does not read. If it
+    is true, raise CorruptFileError for such a pickle. Plain files are memory-mapped in any case.
     """
     for path, tensor, stored_bytes in _read(file, values):
         yield StoredTensor(path if part == "weights" else f"{part}: {path}", tensor, stored_bytes, file)
@@ -162,20 +162,20 @@ def _read(file: Path, values: bool) -> Iterator[tuple[str, Tensor, int | None]]:
                 str(file), "a pickle of protocol 2, as torch.load reads it", "a later one", next_step
             )
         tree, _ = _list_newer_pickle(file)
-        yield from ((path, each, _bytes_of(each)) for path, each in _leaves_of(file, tree))
+        yield from ((path, leaf, _bytes_of(leaf)) for path, leaf in _leaves_of(file, tree))
         return
     register_anchor_directory(file.parent)
     if not is_encoded(file):
-        yield from ((path, each, _bytes_of(each)) for path, each in _leaves_of(file, load_file(file, mmap=True)))
+        yield from ((path, leaf, _bytes_of(leaf)) for path, leaf in _leaves_of(file, load_file(file, mmap=True)))
         return
     stored_bytes = _reported_bytes(file)
     for path, tensor in _leaves_of(file, load_file(file, map_location="cpu" if values else "meta")):
-        # The report counts tied tensors once, under the name of the first.
+        # The report in the manifest counts tied tensors once, under the name of the first.
         yield path, tensor, stored_bytes.get(path, 0) if stored_bytes else None
 
 
 def _bytes_of(tensor: Tensor) -> int | None:
-    """Return the bytes of a tensor; None for a sparse one, of which PyTorch does not tell them."""
+    """Return the bytes of a tensor; None for a sparse tensor, whose `nbytes` PyTorch does not define."""
     return tensor.nbytes if tensor.layout is torch.strided else None
 
 
@@ -183,8 +183,8 @@ def _leaves_of(file: Path, tree: Any) -> Iterator[tuple[str, Tensor]]:
     try:
         yield from _leaves(tree, ())
     except RecursionError as error:
-        found = "values nested a thousand deep, or within themselves"
-        raise CorruptFileError(str(file), "tensors in dicts and lists", found, "Use another checkpoint.") from error
+        problem = "values nested a thousand deep, or within themselves"
+        raise CorruptFileError(str(file), "tensors in dicts and lists", problem, "Use another checkpoint.") from error
 
 
 def _leaves(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[str, Tensor]]:
@@ -199,7 +199,7 @@ def _reported_bytes(file: Path) -> dict[str, int]:
     if not (file.parent / MANIFEST_NAME).exists():
         return {}
     entry = read_manifest(file.parent).files.get(file.name)
-    return {each["path"]: each["bytes_out"] for each in entry.report.get("tensors", ())} if entry else {}
+    return {tensor["path"]: tensor["bytes_out"] for tensor in entry.report.get("tensors", ())} if entry else {}
 
 
 def _require_weight_file(path: Path) -> None:
@@ -218,7 +218,7 @@ def _require_readable(path: Path) -> None:
 
 
 def unsafe_calls(file: Path) -> tuple[str, ...]:
-    """Return the functions that torch does not allow, sorted, which unpickling a file would call."""
+    """Return the sorted names of functions that unpickling a file would call and torch does not allow."""
     if file.suffix == ".safetensors":
         return ()
     if _has_newer_pickle(file):
@@ -227,52 +227,52 @@ def unsafe_calls(file: Path) -> tuple[str, ...]:
     try:
         with open_pickle(file):
             return tuple(sorted(get_unsafe_globals_in_checkpoint(file)))
-    except CorruptFileError:  # it is damaged or another file, and reading it will say so
+    except CorruptFileError:  # reading the file will raise a better error
         return ()
 
 
 def _has_newer_pickle(file: Path) -> bool:
-    """Return whether a file is a zip archive of torch.save in a pickle protocol of 3 or later."""
+    """Return True if torch.save wrote a file with pickle protocol 3 or later."""
     try:
         with open_pickle(file) as pickled:
             head = pickled.read(2)
-    except CorruptFileError:  # it is damaged or another file, and reading it will say so
+    except CorruptFileError:  # reading the file will raise a better error
         return False
     return head[:1] == pickle.PROTO and head[1:] > bytes([_LAST_PROTOCOL_OF_TORCH])
 
 
 def _list_newer_pickle(file: Path) -> tuple[Any, tuple[str, ...]]:
-    """Return what was saved in a file that `_has_newer_pickle`, its tensors on the meta device, and what it would call.
+    """Return the object in a file that has a newer pickle, with its tensors on the meta device, and a list of calls.
 
-    These are the functions and classes that unpickling it would call, beyond those that make tensors; sorted.
+    The calls are the sorted names of functions and classes that unpickling would call, except ones that make tensors.
     """
     size_bytes = file.stat().st_size
     with open_pickle(file) as pickled:
-        # torch.save does not compress: what is larger than its archive is no pickle of torch.
+        # torch.save does not compress, so a pickle that is larger than its archive is not torch's: read no more of it.
         unpickler = _Lister(io.BytesIO(pickled.read(size_bytes)))
         tree = unpickler.load()
     return tree, tuple(sorted(unpickler.calls))
 
 
-class _Nothing:
-    """Stands for what is not called; takes whatever a pickle does to an object."""
+class _Inert:
+    """Stands for every function and class that is not called; accepts all that a pickle can do to an object."""
 
     def __init__(self, *arguments: object):
         pass
 
-    def __call__(self, *arguments: object) -> _Nothing:
+    def __call__(self, *arguments: object) -> _Inert:
         return self
 
     append = extend = add = __setitem__ = __call__
 
 
 def _leave_out_state(unpickler: Any) -> None:
-    """Take a state from the stack: no attribute of anything is set."""
+    """Drop a state from the stack, so that no attribute of any object is set."""
     unpickler.stack.pop()
 
 
 class _Lister(pickle._Unpickler):
-    # Python's own unpickler, not the one in C: that one reserves as much memory as a single number in the file says.
+    # The unpickler in Python, because the one in C reserves as much memory as a single number in the file demands.
     dispatch: ClassVar = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _leave_out_state}
 
     def __init__(self, file: io.BytesIO):
@@ -280,34 +280,34 @@ class _Lister(pickle._Unpickler):
         self.calls: set[str] = set()
 
     def find_class(self, module: str, name: str) -> Any:
-        known = _KNOWN.get(f"{module}.{name}") or (_dtype(name) if module == "torch" else None)
-        if known is None:
+        replacement = _REPLACEMENTS.get(f"{module}.{name}") or (_dtype(name) if module == "torch" else None)
+        if replacement is None:
             self.calls.add(f"{module}.{name}")
-        return known or _Nothing
+        return replacement or _Inert
 
     def persistent_load(self, pid: Any) -> torch.dtype:
-        """Return the dtype of a storage."""
+        """Return the dtype of a storage in place of the storage."""
         return pid[1]
 
 
 def _dtype(name: str) -> torch.dtype | None:
-    found = getattr(torch, name, None)
-    return found if isinstance(found, torch.dtype) else None
+    value = getattr(torch, name, None)
+    return value if isinstance(value, torch.dtype) else None
 
 
 def _tensor(storage: torch.dtype, offset: int, size: Sequence[int], stride: Sequence[int], *rest: Any) -> Tensor:
-    """Return what `_rebuild_tensor_v2` describes, without values; a third version names the dtype after two others."""
+    """Return the tensor of `_rebuild_tensor_v2` or v3 on the meta device; only v3 has a dtype, its third of `rest`."""
     dtype = rest[2] if len(rest) > 2 and isinstance(rest[2], torch.dtype) else storage
     return torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device="meta")
 
 
-_KNOWN = {
+_REPLACEMENTS = {
     **{f"torch.{name}": dtype for name, dtype in _storage_type_to_dtype_map().items()},
     "torch.storage.UntypedStorage": torch.uint8,
     "builtins.set": set,
     "collections.OrderedDict": dict,
     "torch.Size": tuple,
-    "torch.device": _Nothing,
+    "torch.device": _Inert,
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor,
     "torch._utils._rebuild_parameter": lambda data, *_: data,

@@ -1,4 +1,4 @@
-"""Whether a saved model is whole: its files are those that were saved, and a load finds each parameter in them."""
+"""Verifies a saved model: no file has changed since the save, and a load finds every parameter in the files."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _SHOWN = 3
 def verify_model(path: str | os.PathLike[str]) -> ModelReport:
     """Read every weight file of a saved model and compare it with its digest; a single flipped bit is found.
 
-    So is a change of `quantization_config` in config.json, which says how the weights are read. Besides, the names in
-    the weight files are compared with those of the model's class: nothing may be missing, and nothing too many. For a
-    class that Transformers does not have, `unchecked` says so.
+    A change of `quantization_config` in config.json, which tells how to read the weights, is found too. Then compare
+    the names in the weight files with the names of the model's class: no name may be missing or unexpected. If
+    Transformers does not have the class, `unchecked` says so.
 
     Args:
         path: A directory that `save_pretrained` of a quantized model wrote, or a snapshot of a pushed one.
@@ -32,7 +32,7 @@ def verify_model(path: str | os.PathLike[str]) -> ModelReport:
 
     Raises:
         ConfigError: It is no directory, or one without digests.
-        OSError: The directory itself cannot be read. What is wrong in it is reported, not raised.
+        OSError: The directory itself cannot be read. Problems with the files in it are in the report.
 
     Examples:
         >>> verify_model("llama-int8").ok  # doctest: +SKIP
@@ -56,9 +56,9 @@ def verify_model(path: str | os.PathLike[str]) -> ModelReport:
 
 
 def _problem(directory: Path, name: str) -> str:
-    """Return what keeps a load from finding the model in one weight file, or in the shards of an index.
+    """Return why a load would not find the model in one weight file, or in the shards of an index; "" if it would.
 
-    ConfigError: nobody knows the model's class.
+    Raise ConfigError if Transformers does not have the model's class.
     """
     saved = read_config(directory)
     class_name, cls = saved_class(saved)
@@ -74,7 +74,7 @@ def _problem(directory: Path, name: str) -> str:
     except TrainWeightsError as error:
         return str(error)
     except Exception as error:
-        # Wrong values in config.json lead to whatever error.
+        # Wrong values in config.json can cause any error.
         return f"does not fit {class_name}: {type(error).__name__}: {error}"
     shown = [f"{wrong_name} {problem}" for wrong_name, problem in sorted(wrong.items())]
     more = f", and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""

@@ -1,1 +1,1 @@
-"""Draws what lies in a model or a training run, as one HTML file that needs nothing else to be read."""
+"""Reports on a model or a training run: tables and pictures in one HTML file, which loads no other file."""

@@ -1,4 +1,4 @@
-"""Charts: bars in parts, dots in rows, curves and histograms, each with its unit, and a legend that covers nothing."""
+"""Draws bar charts, dot charts, line charts and histograms. Each has a unit, and its legend stands above the chart."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Bar:
     """A row of a bar chart.
 
     Args:
-        label: What the row is.
-        parts: A value for each entry of the legend, drawn one after the other; at least 0.
+        label: The name at the row's start.
+        parts: A value for each entry of the legend, at least 0; they are drawn one after the other.
         shown: The number at the row's end.
         spread: The smallest and the largest measurement, drawn as a line.
-        framed: A value drawn as an empty frame after the parts, for what is not counted with them; at least 0.
+        framed: A value that does not belong to the sum of the parts, at least 0; an empty frame after them shows it.
     """
 
     label: str
@@ -35,7 +35,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Dots:
-    """A row of a chart of dots: each point is a value and its hint, and `shown` is the number at the row's end."""
+    """A row of a dot chart: each point is a value and its tooltip, and `shown` is the number at the row's end."""
 
     label: str
     points: tuple[tuple[float, str], ...]
@@ -44,7 +44,7 @@ class Dots:
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve of a line chart through points x and y, in the color of a number."""
+    """A curve of a line chart through points (x, y); `color` is the number of a color in `style.css`."""
 
     label: str
     points: tuple[tuple[float, float], ...]
@@ -62,10 +62,10 @@ def bar_chart(
     reference: float | None = None,
     frame: str = "",
 ) -> Drawing:
-    """Return horizontal bars, a row each from top to bottom.
+    """Draw one horizontal bar for each row, from top to bottom.
 
-    An empty name in the legend is a color that is left out. A dashed line marks `reference`; `frame` names the empty
-    frames.
+    The legend names the colors in their order and skips a color whose name is empty. A dashed line marks `reference`.
+    The legend calls the empty frames `frame`.
     """
     values = [end for row in rows for end in (sum(row.parts) + row.framed, *(row.spread or ()))]
     names: list[tuple[str, int | None]] = [(name, color) for color, name in enumerate(legend) if name]
@@ -75,11 +75,11 @@ def bar_chart(
     _vertical_grid(drawing, axis, top, len(rows), unit)
     for index, row in enumerate(rows):
         y, x = top + index * _ROW, axis.place(0)
-        for color, part in enumerate(row.parts):
-            if part > 0:
+        for color, value in enumerate(row.parts):
+            if value > 0:
                 name = f", {legend[color]}" if legend else ""
-                hint = f"{row.label}{name}: {number(part)} of {row.shown}"
-                part_width = axis.place(part) - axis.place(0)
+                hint = f"{row.label}{name}: {number(value)} of {row.shown}"
+                part_width = axis.place(value) - axis.place(0)
                 drawing.rectangle(x, y + (_ROW - _BAR) / 2, part_width, _BAR, color, hint)
                 x += part_width
         if row.framed:
@@ -96,7 +96,7 @@ def bar_chart(
 
 
 def dot_chart(title: str, rows: Sequence[Dots], unit: str) -> Drawing:
-    """Return rows of dots, for several values of a kind in each row."""
+    """Draw one row of dots for each of `rows`, a dot for each value."""
     drawing, top, left, right = _rows(title, rows, (), WIDTH)
     axis = axis_of([value for row in rows for value, _ in row.points], left + 6, right)
     _vertical_grid(drawing, axis, top, len(rows), unit)
@@ -119,7 +119,7 @@ def line_chart(
     height: float = 220,
     log: bool = False,
 ) -> Drawing:
-    """Return curves over a common axis; on a logarithmic one, points that are not above 0 are left out."""
+    """Draw curves over common axes; with `log` the vertical axis is logarithmic and shows only points above 0."""
     drawing = Drawing(width, 0, title)
     top = _legend(drawing, title, [(curve.label, curve.color) for curve in curves]) + 22
     drawing.text(_MARGIN, top - 10, y_unit)
@@ -137,10 +137,10 @@ def line_chart(
         drawing.text(horizontal.place(tick), top + height + 16, number(tick), anchor="middle")
     drawing.text((left + horizontal.end) / 2, top + height + 34, x_unit, anchor="middle")
     for curve, points in zip(curves, shown, strict=True):
-        places = [(horizontal.place(x), vertical.place(y)) for x, y in points]
-        drawing.curve(places, curve.color, dashed=curve.dashed)
-        # A curve of many points is a line; its points would hide it.
-        for (x, y), (step, value) in zip(places, points, strict=True) if len(points) <= 40 else ():
+        positions = [(horizontal.place(x), vertical.place(y)) for x, y in points]
+        drawing.curve(positions, curve.color, dashed=curve.dashed)
+        # A circle at each of many points would hide the line.
+        for (x, y), (step, value) in zip(positions, points, strict=True) if len(points) <= 40 else ():
             drawing.circle(x, y, 3, curve.color, f"{curve.label}: {number(value)} at {number(step)}")
     _number_the_ends(drawing, [vertical.place(points[-1][1]) for points in shown if points], ends)
     drawing.height = top + height + 44
@@ -148,18 +148,18 @@ def line_chart(
 
 
 def histogram(title: str, counts: Sequence[int], low: float, high: float, unit: str, *, log: bool = False) -> Drawing:
-    """Return a histogram without a scale of counts: its shape is what it shows.
+    """Draw a histogram; it has no scale of counts, because only its shape matters.
 
-    With `log` a bin is as high as the logarithm of its count, so that rare values are seen.
+    If `log` is true, a bin is as high as the logarithm of its count, so that rare values stay visible.
     """
     width, height = 220, 70
     left, right = _MARGIN, width - _MARGIN
     drawing = Drawing(width, height + 42, f"{title}: {sum(counts)} values from {number(low)} to {number(high)}")
     step = (right - left) / max(1, len(counts))
     heights = [math.log1p(count) if log else count for count in counts]
-    for index, each in enumerate(heights):
-        bar = height * each / max(1, *heights)
-        # Bins that touch would be divided by hairlines on some screens.
+    for index, bin_height in enumerate(heights):
+        bar = height * bin_height / max(1, *heights)
+        # Bins have small gaps: where bins touch, some screens show hairlines between them.
         drawing.rectangle(left + index * step, 4 + height - bar, max(1.0, step * 0.92), bar, 0)
     drawing.line((left, 4 + height), (right, 4 + height))
     drawing.text(left, height + 18, number(low))
@@ -168,10 +168,10 @@ def histogram(title: str, counts: Sequence[int], low: float, high: float, unit: 
     return drawing
 
 
-def _number_the_ends(drawing: Drawing, places: Sequence[float], numbers: Sequence[str]) -> None:
-    """Write the last value of each curve beside it, further down where another one stands there."""
+def _number_the_ends(drawing: Drawing, positions: Sequence[float], numbers: Sequence[str]) -> None:
+    """Write the last value of each curve at its end, and move a number down that would cover the one above it."""
     free = -math.inf
-    for y, shown in sorted(zip(places, numbers, strict=True)):
+    for y, shown in sorted(zip(positions, numbers, strict=True)):
         free = max(y, free + FONT_SIZE + 2)
         drawing.text(drawing.width - _MARGIN, free + 4, shown, "value", "end")
 
@@ -179,7 +179,7 @@ def _number_the_ends(drawing: Drawing, places: Sequence[float], numbers: Sequenc
 def _rows(
     title: str, rows: Sequence[Bar | Dots], legend: Sequence[tuple[str, int | None]], width: float
 ) -> tuple[Drawing, float, float, float]:
-    """Return an empty drawing for rows, its first row's upper edge, and the left and right ends of the axis."""
+    """Return a drawing with title and legend, the upper edge of its first row, and the axis's left and right ends."""
     drawing = Drawing(width, 0, title)
     top = _legend(drawing, title, legend)
     labels = max((text_width(shortened(row.label, _most_characters(width))) for row in rows), default=0)
@@ -198,9 +198,9 @@ def _label_row(drawing: Drawing, row: Bar | Dots, y: float, left: float) -> None
 
 
 def _legend(drawing: Drawing, title: str, entries: Sequence[tuple[str, int | None]]) -> float:
-    """Draw the title and the legend, a color or a frame for each entry; return where the chart may begin."""
+    """Draw the title and the legend, a color or a frame (None) for each entry; return the y below them."""
     y = 20.0
-    # Its letters are larger and bold.
+    # The title's letters are larger and bold: 1.3 times as wide.
     drawing.text(_MARGIN, y, shortened(title, int(drawing.width / (1.3 * text_width("m")))), "head")
     if len(entries) > 1:
         x, y = float(_MARGIN), y + 20
@@ -221,7 +221,7 @@ def _vertical_grid(drawing: Drawing, axis: Axis, top: float, rows: int, unit: st
         x = axis.place(tick)
         drawing.line((x, top), (x, bottom))
         drawing.text(x, bottom + 14, number(tick), anchor="middle")
-    # The unit may be longer than the axis: it ends where the drawing ends, at the latest.
+    # The unit's name may be longer than the axis, so keep it inside the drawing.
     half = text_width(unit) / 2
     middle = max(_MARGIN + half, min((axis.start + axis.end) / 2, drawing.width - _MARGIN - half))
     drawing.text(middle, bottom + 32, unit, anchor="middle")
@@ -233,7 +233,7 @@ def _is_drawn(point: tuple[float, float], log: bool) -> bool:
 
 @dataclass(frozen=True)
 class Axis:
-    """The values that an axis shows, `low` above 0 on a logarithmic one, between the pixels `start` and `end`."""
+    """An axis from value `low` at pixel `start` to value `high` at pixel `end`; if it is logarithmic, `low` > 0."""
 
     low: float
     high: float
@@ -242,7 +242,7 @@ class Axis:
     log: bool = False
 
     def place(self, value: float) -> float:
-        """Return the pixel of a value; one beyond the axis is moved to its end."""
+        """Return the pixel of a value; a value beyond the axis gets the pixel of the nearer end."""
         value = min(max(value, self.low), self.high)
         if self.log:
             share = math.log(value / self.low) / math.log(self.high / self.low)
@@ -251,7 +251,7 @@ class Axis:
         return self.start + share * (self.end - self.start)
 
     def ticks(self, most: int = 6) -> list[float]:
-        """Return at most so many round values of the axis."""
+        """Return round values on the axis, at most `most` of them."""
         candidates = _log_steps(self.low, self.high) if self.log else _even_steps(self.low, self.high)
         best: list[float] = []
         for values in candidates:
@@ -262,7 +262,7 @@ class Axis:
 
 
 def axis_of(values: list[float], start: float, end: float, *, log: bool = False, zero: bool = False) -> Axis:
-    """Return an axis that shows all values, of a logarithmic one those above 0; with `zero` it begins at 0 or below."""
+    """Return an axis that shows all finite values, or with `log` all positive ones; otherwise `zero` includes 0."""
     shown = [value for value in values if math.isfinite(value) and not (log and value <= 0)] or [1.0]
     low, high = min(shown), max(shown)
     if zero and not log:
@@ -273,29 +273,29 @@ def axis_of(values: list[float], start: float, end: float, *, log: bool = False,
 
 
 def _even_steps(low: float, high: float) -> list[list[float]]:
-    """Return ticks for axes of more and more of them."""
-    found = []
+    """Return several choices of ticks, each with more ticks than the one before."""
+    choices = []
     power = math.floor(math.log10(high - low)) + 1
     for exponent in (power, power - 1, power - 2):
         for digit in (5, 2.5, 2, 1):
             step = digit * 10.0**exponent
             first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-            found.append([count * step for count in range(first, last + 1)])
-    return found
+            choices.append([count * step for count in range(first, last + 1)])
+    return choices
 
 
 def _log_steps(low: float, high: float) -> list[list[float]]:
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    found = []
+    choices = []
     sets = [((1,), every) for every in (4, 3, 2, 1)] + [((1, 3), 1), ((1, 2, 5), 1), ((1, 2, 3, 4, 5, 7), 1)]
     for digits, every in sets:
         values = [digit * 10.0**power for power in range(first, last + 1) if power % every == 0 for digit in digits]
-        found.append([value for value in values if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)])
-    return found
+        choices.append([value for value in values if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)])
+    return choices
 
 
 def number(value: float) -> str:
-    """Return a number in a few characters, without an exponent where that is short.
+    """Return a number with three significant digits; from 1,000 to 100,000 show all digits instead of an exponent.
 
     Examples:
         >>> number(0.5), number(2000.0), number(0.00001), number(1234567)
@@ -306,7 +306,7 @@ def number(value: float) -> str:
 
 
 def size_unit(largest_bytes: float) -> tuple[float, str]:
-    """Return the unit in which a size is a number of few digits, and its name.
+    """Return the number of bytes in the unit that suits a size, and the unit's name.
 
     Examples:
         >>> size_unit(90_900_000)
@@ -319,7 +319,7 @@ def size_unit(largest_bytes: float) -> tuple[float, str]:
 
 
 def size(count: float) -> str:
-    """Return a number of bytes as people read it.
+    """Return a number of bytes as text with a unit.
 
     Examples:
         >>> size(90_900_000), size(12)

@@ -1,4 +1,4 @@
-"""SVG drawings: escaped text, rectangles, lines and circles, in the colors of `style.css`."""
+"""Builds SVG drawings of escaped text, rectangles, lines and circles, in the colors of `style.css`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ COLORS = 8
 
 
 def printable(text: object) -> str:
-    """Return a text whose control characters are escaped: a name may hold any, and XML allows few of them."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in str(text))
+    """Escape the control characters in a text: a weight's name may contain any of them, and XML allows only a few."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
 def shortened(text: object, characters: int) -> str:
-    """Return a text of at most this many characters; of a longer one, the middle is left out.
+    """Cut the middle out of a text that has more characters than this.
 
     Examples:
         >>> shortened("model.layers.0.mlp.up_proj", 15)
@@ -33,7 +33,7 @@ def shortened(text: object, characters: int) -> str:
 
 
 def text_width(text: str) -> float:
-    """Return the width in pixels that a text takes at most, as a rule: SVG cannot measure fonts."""
+    """Return an estimate of a text's width in pixels, mostly too large: SVG cannot measure fonts."""
     return _CHARACTER * FONT_SIZE * len(text)
 
 
@@ -44,9 +44,9 @@ def style() -> str:
 
 
 class Drawing:
-    """An SVG drawing, measured in pixels; whatever text comes in is escaped.
+    """An SVG drawing, measured in pixels. It escapes every text that it is given.
 
-    `height` may be changed until the drawing is taken out. The title is for people who do not see it.
+    `height` may change until `inline` or `standalone` returns the drawing. Screen readers read the title.
     """
 
     def __init__(self, width: float, height: float, title: str):
@@ -56,26 +56,26 @@ class Drawing:
         self._elements: list[Markup] = []
 
     def text(self, x: float, y: float, text: object, kind: str = "", anchor: str = "start") -> None:
-        """Add a line of text of a class of `style.css`: its `start`, `middle` or `end` at x, its base line at y."""
+        """Add a line of text, its `start`, `middle` or `end` at x, its base line at y; `kind` is a CSS class."""
         form = '<text x="{:.1f}" y="{:.1f}" class="{}" text-anchor="{}">{}</text>'
         self._add(form, x, y, kind, anchor, printable(text))
 
     def rectangle(self, x: float, y: float, width: float, height: float, color: int | None, title: str = "") -> None:
-        """Add a rectangle by its left and upper edges, an empty frame without a color; see `circle` for the title."""
+        """Add a rectangle by its left and upper edges, an empty frame if `color` is None; `title` is a tooltip."""
         form = '<rect x="{:.1f}" y="{:.1f}" width="{:.2f}" height="{:.2f}" class="{}">{}</rect>'
         self._add(form, x, y, width, height, "frame" if color is None else f"s{color % COLORS}", _hint(title))
 
     def circle(self, x: float, y: float, radius: float, color: int, title: str = "") -> None:
-        """Add a filled circle by its middle; its title is shown where the pointer rests."""
+        """Add a filled circle by its middle; `title` is a tooltip."""
         form = '<circle cx="{:.1f}" cy="{:.1f}" r="{}" class="s{}" fill-opacity="0.8">{}</circle>'
         self._add(form, x, y, radius, color % COLORS, _hint(title))
 
     def line(self, start: tuple[float, float], end: tuple[float, float], kind: str = "grid") -> None:
-        """Add a straight line of the classes `grid` or `mark`, and `dashed`, of `style.css`."""
+        """Add a straight line; `kind` names CSS classes: `grid` or `mark`, and perhaps `dashed`."""
         self._add('<line x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}" class="{}"/>', *start, *end, kind)
 
     def curve(self, points: Iterable[tuple[float, float]], color: int, *, dashed: bool = False) -> None:
-        """Add a line through points."""
+        """Add a line that connects the points."""
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         self._add('<polyline points="{}" class="curve s{}{}"/>', path, color % COLORS, " dashed" * dashed)
 
@@ -85,14 +85,14 @@ class Drawing:
         self._elements += [*other._elements, Markup("</g>")]
 
     def inline(self) -> Markup:
-        """Return the drawing as an element of an HTML page that holds `style()`."""
+        """Return the drawing as an element of an HTML page; the page contains `style()`."""
         return self._svg(Markup('class="chart"'), Markup(""))
 
     def standalone(self, *, page: bool = False) -> str:
-        """Return the text of an SVG file, with its own style.
+        """Return the text of an SVG file that contains its own style sheet.
 
-        With `page` it paints the background, white or dark, for a viewer that shows the file alone; else that of the
-        page into which it is put shows through.
+        If `page` is true, the file paints a background, white or dark, for a viewer that shows it alone. Otherwise it
+        is transparent, for a page that includes it.
         """
         sheet = Markup("<style>\n{}</style>\n").format(Markup(style()))
         if page:
@@ -114,16 +114,16 @@ def _hint(title: str) -> Markup:
 
 
 def stack(title: str, rows: Sequence[Sequence[Drawing]], caption: str = "") -> Drawing:
-    """Return one drawing of several: rows of drawings beside each other, and a text below."""
-    whole = Drawing(max(sum(each.width for each in row) for row in rows), 0, title)
+    """Combine drawings: place each row of them side by side, the rows one below the other, and a caption below all."""
+    combined = Drawing(max(sum(drawing.width for drawing in row) for row in rows), 0, title)
     for row in rows:
         x = 0.0
         for drawing in row:
-            whole.place(drawing, x, whole.height)
+            combined.place(drawing, x, combined.height)
             x += drawing.width
-        whole.height += max(drawing.height for drawing in row)
-    for line in textwrap.wrap(printable(caption), int((whole.width - 16) / text_width("m"))):
-        whole.text(8, whole.height + FONT_SIZE, line)
-        whole.height += 1.5 * FONT_SIZE
-    whole.height += 8 if caption else 0
-    return whole
+        combined.height += max(drawing.height for drawing in row)
+    for line in textwrap.wrap(printable(caption), int((combined.width - 16) / text_width("m"))):
+        combined.text(8, combined.height + FONT_SIZE, line)
+        combined.height += 1.5 * FONT_SIZE
+    combined.height += 8 if caption else 0
+    return combined

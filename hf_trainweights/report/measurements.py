@@ -1,6 +1,6 @@
-"""What a report measures of a weight: its error against another one, and how its values and codes are spread.
+"""Measures a weight for a report: its error against a reference, and histograms of its values and its codes.
 
-A weight is read in blocks of rows, so no float copy of it is made. N, K and G are as in `formats/base.py`.
+It dequantizes a weight in blocks of rows, so a float copy of all rows never exists. `formats/base.py` defines N and K.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _BINS = 64
 
 @dataclass(frozen=True)
 class Error:
-    """How far a weight is from another one.
+    """The error of a weight a against a reference b.
 
     Args:
         snr_db: Signal to noise in dB, as `Difference.snr_db` defines it; infinite if both are equal, minus infinity if
-            one has a NaN that the other has not.
-        output_error: |x a - x b| / |x b| of the dequantized weights for given rows x, or for 32 of Gaussian noise,
-            always the same; None for a tensor of one dimension, or where rows of another length are given.
+            only one of them has a NaN at some position.
+        output_error: |x a - x b| / |x b| of the dequantized weights, where x is the inputs of the layer or 32 fixed
+            rows of Gaussian noise; None for a tensor of one dimension, or if the inputs have another length.
     """
 
     snr_db: float
@@ -38,7 +38,7 @@ class Error:
 
 @dataclass(frozen=True)
 class Histogram:
-    """How values are spread: the counts of equally wide bins, between the outer edges `low` and `high`."""
+    """The counts of equally wide bins; `low` and `high` are the outer edges of the first and the last bin."""
 
     counts: tuple[int, ...]
     low: float
@@ -46,9 +46,9 @@ class Histogram:
 
 
 def measure_error(weight: Tensor, reference: Tensor, inputs: Tensor | None = None) -> Error | None:
-    """Measure how far a weight is from a reference; None if shapes differ, or if one holds no floats.
+    """Measure the error of a weight against a reference; None if their shapes differ or one is not of floats.
 
-    `inputs` are rows `[n, K]` that its layer multiplies; None stands for Gaussian noise.
+    `inputs` are rows `[n, K]` that the weight's layer multiplies; None stands for Gaussian noise.
     """
     weight, reference = in_single_values(weight), in_single_values(reference)
     if weight.shape != reference.shape or not (weight.is_floating_point() and reference.is_floating_point()):
@@ -70,16 +70,16 @@ def measure_error(weight: Tensor, reference: Tensor, inputs: Tensor | None = Non
 
 
 def weight_histogram(weight: Tensor) -> Histogram | None:
-    """Return how the dequantized values of a weight are spread, in 64 bins; None if empty, or with NaN or Inf."""
+    """Count the dequantized values of a weight in 64 bins; None if it is empty, or contains NaN or infinities."""
     values = in_single_values(weight)
     return _histogram(lambda: _float_blocks(values, turned=False))
 
 
 def code_histogram(weight: Tensor) -> Histogram | None:
-    """Return how the codes of a weight are spread, in at most 64 bins; None where its format does not tell them."""
+    """Count the codes of a weight in at most 64 bins; None if it is not quantized or its format cannot unpack codes."""
     if not isinstance(weight, QuantizedTensor):
         return None
-    return _histogram(lambda: _code_blocks(weight), whole=True)
+    return _histogram(lambda: _code_blocks(weight), integers=True)
 
 
 def _code_blocks(weight: QuantizedTensor) -> Iterator[Tensor]:
@@ -91,15 +91,15 @@ def _code_blocks(weight: QuantizedTensor) -> Iterator[Tensor]:
         yield unpacked.codes.float()
 
 
-def _histogram(blocks: Callable[[], Iterator[Tensor]], *, whole: bool = False) -> Histogram | None:
+def _histogram(blocks: Callable[[], Iterator[Tensor]], *, integers: bool = False) -> Histogram | None:
     ranges = [block.aminmax() for block in blocks() if block.numel()]
     if not ranges:
         return None
-    low, high = min(each.min.item() for each in ranges), max(each.max.item() for each in ranges)
+    low, high = min(block.min.item() for block in ranges), max(block.max.item() for block in ranges)
     if not (math.isfinite(low) and math.isfinite(high)):
         return None
     bins = _BINS
-    if whole:
+    if integers:
         low, high = round(low) - 0.5, round(high) + 0.5
         bins = int(min(bins, high - low))
     elif low == high:
@@ -110,7 +110,7 @@ def _histogram(blocks: Callable[[], Iterator[Tensor]], *, whole: bool = False) -
 
 
 def _rows_last(weight: Tensor, turned: bool) -> Tensor:
-    """Return a weight whose last dimension is K, as `[*, N, K]`."""
+    """Return a weight as `[*, N, K]`: transpose it back if it is turned, and make one row of a vector."""
     weight = weight.transpose(-1, -2) if turned else weight
     return weight if weight.dim() > 1 else weight.reshape(1, -1)
 
@@ -121,7 +121,7 @@ def _float_blocks(weight: Tensor, turned: bool) -> Iterator[Tensor]:
 
 
 def _blocks(weight: Tensor) -> Iterator[Tensor]:
-    """Yield the rows of a weight `[*, N, K]` in order, some `[n, K]` at a time; none of one without elements."""
+    """Yield the rows of a weight `[*, N, K]` in order, in blocks `[n, K]`; an empty weight has no blocks."""
     if not weight.numel():
         return
     if weight.dim() > 2:

@@ -1,4 +1,4 @@
-"""The sections of a report on a model: sizes, bits and errors layer by layer, and the worst weights."""
+"""Makes the sections of a report on a model: sizes, bits and errors layer by layer, and the worst weights."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 _WORST = 10
 _NO_ROWS = torch.empty(0, 0)
-# A chart of more rows says less, and takes a browser long.
+# More rows are hard to read, and a browser takes long to draw them.
 _MOST_ROWS = 120
-# `model.layers.3.mlp.up_proj.weight` is of `model.layers.3`.
+# Groups weights by layer: `model.layers.3.mlp.up_proj.weight` belongs to `model.layers.3`.
 _BLOCK = re.compile(r"(.*?\.\d+)\.")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A weight, and how far it is from its counterpart; None without one."""
+    """The result of measuring a weight: its error against its counterpart, None if it has no counterpart."""
 
     weight: StoredTensor
     error: Error | None
@@ -44,37 +44,40 @@ class Measured:
 def measure_weights(
     weights: Mapping[str, StoredTensor], against: Mapping[str, StoredTensor], inputs: Mapping[str, Tensor] | None
 ) -> list[Measured]:
-    """Measure each weight against the one of its name; `inputs` are rows that its layer multiplies, None for noise."""
-    found = []
+    """Measure each weight against the weight of the same name in `against`.
+
+    `inputs` are the rows that each weight's layer multiplies, by the name of the weight; None stands for noise.
+    """
+    measured = []
     for name, weight in weights.items():
         other = against.get(name)
         rows = None if inputs is None else inputs.get(name, _NO_ROWS)
-        found.append(Measured(weight, measure_error(weight.values(), other.values(), rows) if other else None))
-    return found
+        measured.append(Measured(weight, measure_error(weight.values(), other.values(), rows) if other else None))
+    return measured
 
 
 def model_sections(
     measured: Sequence[Measured], against: Mapping[str, StoredTensor], texts: TextMeasures | None = None
 ) -> list[Section]:
-    """Return the sections on a model."""
+    """Return the sections of a report on a model."""
     formats = _formats_of(measured)
     sections = [Section("With texts", [], f"{'; '.join(texts.lines())}. {_WITH_TEXTS}")] if texts else []
     sections += [
         Section("Sizes", [_total_chart(measured, against, formats), _format_table(measured, formats)]),
         Section("Layer by layer", [_layer_chart(measured, formats)]),
     ]
-    if drawn := [each for each in measured if each.error and math.isfinite(each.error.snr_db)]:
+    if drawn := [result for result in measured if result.error and math.isfinite(result.error.snr_db)]:
         sections.append(Section("Error", [_error_chart(drawn)], _ERROR))
     sections.append(_worst_section(measured, _OF_TEXTS if texts else _OF_NOISE))
     head = ("weight", "format", "shape", "bits", "size", "SNR, dB", "output error")
-    rows = [_row(each) for each in measured]
+    rows = [_row(result) for result in measured]
     sections.append(Section("All weights", [Table(head, rows, f"{len(rows)} weights")]))
     return sections
 
 
 def describe_model(measured: Sequence[Measured], others: Mapping[str, StoredTensor]) -> list[str]:
-    """Return in a few lines what a model takes, and how far it is from another one."""
-    weights = [each.weight for each in measured]
+    """Summarize in a few lines the sizes of a model's weights, and their errors against another model."""
+    weights = [result.weight for result in measured]
     before = f"{_show_size(_stored_bytes(list(others.values())))} -> " if others else ""
     lines = [
         f"{len(weights)} weights, {before}{_show_size(_stored_bytes(weights))}, {_show_bits(weights)} bits per weight"
@@ -82,12 +85,12 @@ def describe_model(measured: Sequence[Measured], others: Mapping[str, StoredTens
     for name in _formats_of(measured):
         members = [weight for weight in weights if weight.format == name]
         lines.append(f"  {name}: {len(members)}, {_show_size(_stored_bytes(members))}")
-    differing = sorted((each.error.snr_db, each.weight.name) for each in measured if each.error and each.differs)
-    if differing:
-        lines += ["largest errors:", *(f"  {snr:.1f} dB  {name}" for snr, name in differing[: _WORST // 2])]
+    errors = sorted((result.error.snr_db, result.weight.name) for result in measured if result.error and result.differs)
+    if errors:
+        lines += ["largest errors:", *(f"  {snr:.1f} dB  {name}" for snr, name in errors[: _WORST // 2])]
     if others:
-        equal = sum(each.error is not None and each.error.snr_db == math.inf for each in measured)
-        alone = sum(each.error is None for each in measured)
+        equal = sum(result.error is not None and result.error.snr_db == math.inf for result in measured)
+        alone = sum(result.error is None for result in measured)
         lines.append(f"{equal} equal, {alone} without a counterpart")
     return lines
 
@@ -106,28 +109,28 @@ _ERROR = (
 
 
 def _formats_of(measured: Sequence[Measured]) -> list[str]:
-    """Return the formats that occur, in the order in which they first do."""
-    return list(dict.fromkeys(each.weight.format for each in measured))
+    """Return each format once, in the order of its first weight."""
+    return list(dict.fromkeys(result.weight.format for result in measured))
 
 
 def _stored_bytes(weights: Sequence[StoredTensor]) -> int | None:
-    """Return what weights take, None if that is not known of each."""
+    """Return the total bytes of weights, None if the bytes of one are unknown."""
     return total_bytes(weight.stored_bytes for weight in weights)
 
 
 def _show_size(count: int | None) -> str:
-    """Return a size as people read it, `?` for None."""
+    """Return a size as text, `?` for None."""
     return "?" if count is None else size(count)
 
 
 def _show_bits(weights: Sequence[StoredTensor]) -> str:
-    """Return the bits that an element of some weights takes on average, `?` if that is not known."""
+    """Return the mean bits per element of weights as text, `?` if their bytes are unknown."""
     count, numel = _stored_bytes(weights), sum(weight.tensor.numel() for weight in weights)
     return "?" if count is None or not numel else f"{8 * count / numel:.2f}"
 
 
 def _total_chart(measured: Sequence[Measured], against: Mapping[str, StoredTensor], formats: Sequence[str]) -> Drawing:
-    groups = {"this model": [each.weight for each in measured]}
+    groups = {"this model": [result.weight for result in measured]}
     if against:
         groups = {"compared with": list(against.values()), **groups}
         formats = list(dict.fromkeys([*formats, *(weight.format for weight in against.values())]))
@@ -135,7 +138,7 @@ def _total_chart(measured: Sequence[Measured], against: Mapping[str, StoredTenso
 
 
 def _layer_chart(measured: Sequence[Measured], formats: Sequence[str]) -> Drawing:
-    groups = {name: [each.weight for each in members] for name, members in _layers(measured).items()}
+    groups = {name: [result.weight for result in members] for name, members in _layers(measured).items()}
     bits = {name: f", {_show_bits(members)} bits" for name, members in groups.items()}
     return _size_chart("Bytes of each layer, by format, and bits per weight", groups, formats, bits)
 
@@ -143,7 +146,7 @@ def _layer_chart(measured: Sequence[Measured], formats: Sequence[str]) -> Drawin
 def _size_chart(
     title: str, groups: Mapping[str, Sequence[StoredTensor]], formats: Sequence[str], notes: Mapping[str, str]
 ) -> Drawing:
-    """Return a chart of the largest groups of weights, a row each, in their order."""
+    """Draw a row for each of the largest groups of weights, in the order of `groups`; a note follows its size."""
     totals = {name: _stored_bytes(members) for name, members in groups.items()}
     largest = sorted(groups, key=lambda name: totals[name] or 0, reverse=True)[:_MOST_ROWS]
     unit, unit_name = size_unit(max((totals[name] or 0 for name in largest), default=1))
@@ -159,15 +162,15 @@ def _size_chart(
 
 
 def _legend(formats: Sequence[str]) -> tuple[str, ...]:
-    """Return a name for each color; the formats that are left have the last one."""
+    """Return a name for each color; formats beyond the number of colors share the last color."""
     return tuple(formats) if len(formats) <= COLORS else (*formats[: COLORS - 1], "others")
 
 
 def _format_table(measured: Sequence[Measured], formats: Sequence[str]) -> Table:
-    everything = [each.weight for each in measured]
-    groups = {name: [weight for weight in everything if weight.format == name] for name in formats}
+    all_weights = [result.weight for result in measured]
+    groups = {name: [weight for weight in all_weights if weight.format == name] for name in formats}
     rows = []
-    for name, members in [*groups.items(), ("total", everything)]:
+    for name, members in [*groups.items(), ("total", all_weights)]:
         elements = sum(weight.tensor.numel() for weight in members)
         rows.append((name, len(members), f"{elements:,}", _show_size(_stored_bytes(members)), _show_bits(members)))
     return Table(("format", "tensors", "weights", "size", "bits per weight"), rows)
@@ -176,32 +179,31 @@ def _format_table(measured: Sequence[Measured], formats: Sequence[str]) -> Table
 def _error_chart(measured: Sequence[Measured]) -> Drawing:
     rows = []
     for name, members in _layers(measured).items():
-        points = [
-            (each.error.snr_db, f"{each.weight.name}: {each.error.snr_db:.1f} dB") for each in members if each.error
-        ]
-        rows.append(Dots(name, tuple(points), f"{min(value for value, _ in points):.1f} dB"))
+        errors = [(result.error.snr_db, result.weight.name) for result in members if result.error]
+        points = tuple((snr, f"{weight_name}: {snr:.1f} dB") for snr, weight_name in errors)
+        rows.append(Dots(name, points, f"{min(snr for snr, _ in errors):.1f} dB"))
     worst = sorted(rows, key=lambda row: min(value for value, _ in row.points))[:_MOST_ROWS]
-    kept = [row for row in rows if row in worst]
-    return dot_chart("Error of each layer's weights", kept, "signal to noise in dB; higher is better")
+    in_layer_order = [row for row in rows if row in worst]
+    return dot_chart("Error of each layer's weights", in_layer_order, "signal to noise in dB; higher is better")
 
 
 def _layers(measured: Sequence[Measured]) -> dict[str, list[Measured]]:
     layers: dict[str, list[Measured]] = defaultdict(list)
-    for each in measured:
-        match = _BLOCK.match(each.weight.name)
-        layers[match[1] if match else each.weight.name.rpartition(".")[0] or each.weight.name].append(each)
+    for result in measured:
+        match = _BLOCK.match(result.weight.name)
+        layers[match[1] if match else result.weight.name.rpartition(".")[0] or result.weight.name].append(result)
     return layers
 
 
 def _worst_section(measured: Sequence[Measured], output_error: str) -> Section:
-    differing = sorted((each for each in measured if each.differs), key=lambda each: each.error.snr_db)  # type: ignore
+    differing = sorted((result for result in measured if result.differs), key=lambda result: result.error.snr_db)  # type: ignore
     if differing:
         chosen, title = differing[:_WORST], f"The worst {min(_WORST, len(differing))}"
     else:
-        # Without a counterpart nothing is known to be worse; the largest quantized weights come before float ones.
+        # There are no errors to sort by, so show the largest weights, quantized ones before float ones.
         order = sorted(
             measured,
-            key=lambda each: (isinstance(each.weight.tensor, QuantizedTensor), each.weight.tensor.numel()),
+            key=lambda result: (isinstance(result.weight.tensor, QuantizedTensor), result.weight.tensor.numel()),
             reverse=True,
         )
         chosen, title = order[:_WORST], f"The largest {min(_WORST, len(order))}"
@@ -210,12 +212,12 @@ def _worst_section(measured: Sequence[Measured], output_error: str) -> Section:
         "Histograms: of the values, where a bin is as high as the logarithm of its count, and of the codes, which are "
         f"the values in units of their scales. Output error: {output_error}, relative to that product."
     )
-    return Section(title, [Table(head, [_drawn_row(each) for each in chosen])], text)
+    return Section(title, [Table(head, [_drawn_row(result) for result in chosen])], text)
 
 
-def _drawn_row(each: Measured) -> tuple[object, ...]:
-    name, form, shape, bits, count, snr, output = _row(each)
-    tensor = each.weight.values()
+def _drawn_row(result: Measured) -> tuple[object, ...]:
+    name, form, shape, bits, count, snr, output = _row(result)
+    tensor = result.weight.values()
     values = weight_histogram(tensor) if tensor.is_floating_point() else None
     codes = code_histogram(tensor)
     pictures = (
@@ -225,10 +227,10 @@ def _drawn_row(each: Measured) -> tuple[object, ...]:
     return (f"{name}: {form}, {shape}, {count}", bits, snr, output, *(picture or "" for picture in pictures))
 
 
-def _row(each: Measured) -> tuple[str, ...]:
-    weight, error = each.weight, each.error
+def _row(result: Measured) -> tuple[str, ...]:
+    weight, error = result.weight, result.error
     snr = "" if error is None else "equal" if error.snr_db == math.inf else f"{error.snr_db:.1f}"
-    known = error is not None and error.output_error is not None and error.snr_db != math.inf
-    output = f"{error.output_error:.2%}" if known and error is not None else ""
+    has_output = error is not None and error.output_error is not None and error.snr_db != math.inf
+    output = f"{error.output_error:.2%}" if has_output and error is not None else ""
     shape = " x ".join(map(str, weight.tensor.shape)) or "one element"
     return weight.name, weight.format, shape, _show_bits([weight]), _show_size(weight.stored_bytes), snr, output

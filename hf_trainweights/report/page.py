@@ -1,6 +1,6 @@
-"""One HTML page that holds all it shows: no script, no other file, nothing that is fetched.
+"""Writes one HTML page that contains everything it shows: it has no scripts and fetches no other file.
 
-Jinja escapes whatever comes from a model; a browser that honors the page's policy would not run a script either.
+Jinja escapes every text that comes from a model. The page's policy also forbids a browser to run scripts.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from markupsafe import Markup
 
 from hf_trainweights.report.drawing import Drawing, printable, style
 
-_CPU_FILE = Path("/proc/cpuinfo")  # of Linux
+_CPU_FILE = Path("/proc/cpuinfo")  # only Linux has it
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts and drawings; if `folded` is given, it shows only these words until someone opens it."""
+    """A table of texts and drawings; if `folded` is given, the page shows only that text until a reader opens it."""
 
     head: tuple[str, ...]
     rows: Sequence[Sequence[object]]
@@ -32,7 +32,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page under a heading; `text` is a paragraph before the others."""
+    """A heading, a paragraph of text, and drawings and tables below it."""
 
     title: str
     parts: Sequence[Drawing | Table]
@@ -41,14 +41,14 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """A page; its caption says what it was made of, with what, and when."""
+    """A page of sections; its caption names the versions, the machine and the date."""
 
     title: str
     caption: str
     sections: Sequence[Section]
 
     def html(self) -> str:
-        """Return the text of the file."""
+        """Return the page as HTML."""
         environment = Environment(
             loader=PackageLoader("hf_trainweights.report", ""),
             autoescape=True,
@@ -62,13 +62,13 @@ class Page:
 
 
 def default_caption() -> str:
-    """Return the versions, the machine and the date."""
+    """Return a caption: the versions of the packages, the machine and the date."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("hf_trainweights", "torch", "transformers"))
     return f"{versions}; {describe_machine()}; {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def describe_machine() -> str:
-    """Return the processor and its number of cores, as people read them."""
+    """Return the name of the processor and its number of cores."""
     lines = _CPU_FILE.read_text(encoding="utf-8", errors="replace").splitlines() if _CPU_FILE.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     name = next(names, "") or platform.processor() or platform.machine()

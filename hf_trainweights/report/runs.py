@@ -1,4 +1,4 @@
-"""A training run: the size of each checkpoint in parts, and the loss; as sections of a report, or as one picture."""
+"""Shows the sizes of a training run's checkpoints and its loss, as sections of a report or as one picture."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ _BESIDE_WIDTH, _BESIDE_HEIGHT = 440, 160
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """How a checkpoint of a run is stored.
+    """Sizes and loss of one checkpoint of a run.
 
     Args:
         step: The number in its name.
-        mode: How it is stored, or why that is not known.
-        part_bytes: Bytes on disk for each of `PARTS`. Weights that other checkpoints are differences to are an anchor;
-            it counts for the first checkpoint that has it.
-        linked_bytes: Bytes of anchors that count for an earlier checkpoint, so this one's links to them take no space.
-        plain_bytes: What it would take without encoding.
+        mode: Its mode, or why the mode is unknown.
+        part_bytes: Bytes on disk for each of `PARTS`. Weights count as an anchor if other checkpoints store differences
+            to them; an anchor counts for the first checkpoint that has it.
+        linked_bytes: Bytes of anchors that count for an earlier checkpoint: this one has links, which take no space.
+        plain_bytes: Its bytes if no file were encoded.
         loss: The loss that its manifest records, if any.
     """
 
@@ -54,7 +54,7 @@ class SavedCheckpoint:
 
 
 def read_run(root: Path) -> list[SavedCheckpoint]:
-    """Return how the checkpoints of a run are stored, the first one first; no tensor is read."""
+    """Read the sizes of a run's checkpoints, the oldest first; this reads manifests and no tensors."""
     directories = checkpoint_directories(root)[::-1]
     anchors = {_inode(file) for path in directories for file in path.rglob(f"*{ANCHOR_SUFFIX}")}
     seen: set[_Inode] = set()
@@ -62,13 +62,13 @@ def read_run(root: Path) -> list[SavedCheckpoint]:
 
 
 def read_losses(root: Path, checkpoints: Sequence[SavedCheckpoint]) -> dict[str, list[tuple[float, float]]]:
-    """Return `loss` and `eval_loss` as steps and values: from the newest Trainer's state, else from the manifests."""
+    """Return steps and values of `loss` and `eval_loss` from the newest Trainer's state, else from the manifests."""
     for path in checkpoint_directories(root):
         history = _history(path)
         curves = {name: list(_points(history, name)) for name in ("loss", "eval_loss")}
         if any(curves.values()):
             return {name: points for name, points in curves.items() if points}
-    points = [(float(each.step), each.loss) for each in checkpoints if each.loss is not None]
+    points = [(float(saved.step), saved.loss) for saved in checkpoints if saved.loss is not None]
     return {"loss": points} if points else {}
 
 
@@ -101,7 +101,7 @@ def _saved(path: Path, anchors: set[_Inode], seen: set[_Inode]) -> SavedCheckpoi
     return SavedCheckpoint(
         checkpoint_step(path),
         mode,
-        tuple(stored[part] for part in PARTS),
+        tuple(stored[name] for name in PARTS),
         linked_bytes,
         plain_bytes,
         float(loss) if _is_number(loss) else None,
@@ -109,16 +109,16 @@ def _saved(path: Path, anchors: set[_Inode], seen: set[_Inode]) -> SavedCheckpoi
 
 
 def _parts_of(file: Path, size_bytes: int, manifest: Manifest | None) -> tuple[Counter[str], int]:
-    """Return the bytes of each part of a file, named from its checkpoint, and what it would take without encoding."""
+    """Return the bytes of each of `PARTS` in a file, a path below its checkpoint, and its bytes without encoding."""
     entry = manifest.files.get(file.as_posix()) if manifest else None
     tensors = entry.report.get("tensors") if entry else None
     if entry is None or tensors is None:
-        part = _MOMENTS if file.name == OPTIMIZER_NAME else _WEIGHTS if _may_be_weights(file) else _OTHER
-        return Counter({part: size_bytes}), size_bytes
+        role = _MOMENTS if file.name == OPTIMIZER_NAME else _WEIGHTS if _may_be_weights(file) else _OTHER
+        return Counter({role: size_bytes}), size_bytes
     parts: Counter[str] = Counter()
     for tensor in tensors:
         parts[_PART_OF_ROLE.get(tensor["role"], _OTHER)] += tensor["bytes_out"]
-    # What lies around the tensors: names, checksums, the zip archive.
+    # The bytes around the tensors: names, checksums, the zip archive.
     parts[_OTHER] += max(0, size_bytes - parts.total())
     return parts, entry.plain_bytes
 
@@ -133,7 +133,7 @@ def _inode(file: Path) -> _Inode:
 
 
 def _history(checkpoint: Path) -> list[object]:
-    """Return what a Trainer logged; nothing where the file is missing or makes no sense."""
+    """Return the entries that a Trainer logged; an empty list if its file is missing or not readable."""
     history = trainer_state(checkpoint).get("log_history")
     return history if isinstance(history, list) else []
 
@@ -151,10 +151,10 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 def run_sections(
     checkpoints: Sequence[SavedCheckpoint], losses: Mapping[str, Sequence[tuple[float, float]]]
 ) -> list[Section]:
-    """Return the sections on a run, whose losses are steps and values by name."""
+    """Return the sections of a report on a run; `losses` has steps and values by the name of the loss."""
     rows = [
-        (f"step {each.step}", each.mode, *map(size, (*each.part_bytes, each.linked_bytes, each.plain_bytes)))
-        for each in checkpoints
+        (f"step {saved.step}", saved.mode, *map(size, (*saved.part_bytes, saved.linked_bytes, saved.plain_bytes)))
+        for saved in checkpoints
     ]
     head = ("checkpoint", "mode", *PARTS, "linked", "without encoding")
     table = Table(head, rows, f"{len(rows)} checkpoints")
@@ -167,32 +167,32 @@ def run_sections(
 def run_picture(
     title: str, checkpoints: Sequence[SavedCheckpoint], losses: Mapping[str, Sequence[tuple[float, float]]]
 ) -> Drawing:
-    """Return a run as one picture: what each checkpoint takes, and beside it the loss, if there is any."""
+    """Draw a run as one picture: the size of each checkpoint and beside it the loss, if one was logged."""
     charts = [_sizes_chart(checkpoints)] + ([_loss_chart(losses, _BESIDE_WIDTH, _BESIDE_HEIGHT)] if losses else [])
     return stack(title, [charts], f"{title}: {describe_run(checkpoints)}")
 
 
 def describe_run(checkpoints: Sequence[SavedCheckpoint]) -> str:
-    """Return in a line what a run takes."""
-    stored, plain = sum(sum(each.part_bytes) for each in checkpoints), sum(each.plain_bytes for each in checkpoints)
+    """Summarize in one line the sizes of a run's checkpoints."""
+    stored, plain = sum(sum(saved.part_bytes) for saved in checkpoints), sum(saved.plain_bytes for saved in checkpoints)
     return f"{len(checkpoints)} checkpoints, {size(plain)} without encoding, {size(stored)} on disk"
 
 
 def _sizes_chart(checkpoints: Sequence[SavedCheckpoint]) -> Drawing:
     shown = checkpoints[-_MOST_ROWS:]
-    unit, unit_name = size_unit(max(sum(each.part_bytes) for each in shown))
+    unit, unit_name = size_unit(max(sum(saved.part_bytes) for saved in shown))
     bars = [
         Bar(
-            f"step {each.step}",
-            tuple(count / unit for count in each.part_bytes),
-            _show_ratio(each),
-            framed=each.linked_bytes / unit,
+            f"step {saved.step}",
+            tuple(count / unit for count in saved.part_bytes),
+            _show_ratio(saved),
+            framed=saved.linked_bytes / unit,
         )
-        for each in shown
+        for saved in shown
     ]
     left_out = len(checkpoints) - len(shown)
     title = "Bytes of each checkpoint" + (f" (the first {left_out} are left out)" if left_out else "")
-    frame = _LINKED if any(each.linked_bytes for each in shown) else ""
+    frame = _LINKED if any(saved.linked_bytes for saved in shown) else ""
     return bar_chart(title, bars, unit_name, PARTS, frame=frame)
 
 
@@ -201,7 +201,7 @@ def _loss_chart(losses: Mapping[str, Sequence[tuple[float, float]]], width: floa
     return line_chart("Loss", curves, "step", "loss", width=width, height=height)
 
 
-def _show_ratio(each: SavedCheckpoint) -> str:
-    stored = sum(each.part_bytes)
-    ratio = each.plain_bytes / stored if stored else 1.0
+def _show_ratio(saved: SavedCheckpoint) -> str:
+    stored = sum(saved.part_bytes)
+    ratio = saved.plain_bytes / stored if stored else 1.0
     return size(stored) + (f", {ratio:.2f}x smaller" if ratio >= 1.005 else "")

@@ -1,4 +1,4 @@
-"""What texts show of a model beside its float one: how far its outputs are off, and what each layer gets."""
+"""Compares a model with its float model on texts: the errors of its outputs, and the inputs of each layer."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from hf_trainweights.models.calibration.blocks import inputs_of, without_padding
 from hf_trainweights.models.loading.saved_models import load_saved, load_tokenizer
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
-# Rows of each layer's inputs that the error of its outputs is measured with.
+# Rows of each layer's inputs, from a batch and in all, for measuring the error of its outputs.
 _ROWS_A_BATCH, _MOST_ROWS = 64, 512
 
 
 @dataclass
 class TextMeasures:
-    """How a model and its float one read the same texts.
+    """The outputs of a model compared with those of its float model for the same texts.
 
     Args:
-        tokens: Tokens that were read.
-        divergence: Of the probabilities that the model gives the outputs from those that the float one gives, in
-            thousandths of a nat a token; None for a model without logits.
-        perplexities: Of the float model and of this one; None for other than causal language models.
-        cosine: Mean over the texts of the cosine of both models' mean hidden state; None for a model with logits.
-        inputs: What the layer of each weight gets in the float model, by the name of the weight: rows `[n, K]`.
+        tokens: Number of tokens in the texts.
+        divergence: KL divergence of the model's probabilities from the float model's, in thousandths of a nat per
+            token; None for a model without logits.
+        perplexities: Perplexities of the float model and of this one; None if they are no causal language models.
+        cosine: Cosine of both models' mean hidden states, the mean over all texts; None for a model with logits.
+        inputs: Inputs of each weight's layer in the float model, rows `[n, K]` by the name of the weight.
     """
 
     tokens: int = 0
@@ -45,23 +45,23 @@ class TextMeasures:
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
-        """Return what was found, a line each."""
-        found = []
+        """Return a line for each measure."""
+        lines = []
         if self.divergence is not None:
-            found.append(f"divergence on {self.tokens:,} tokens of text: {self.divergence:.3g} millinats a token")
+            lines.append(f"divergence on {self.tokens:,} tokens of text: {self.divergence:.3g} millinats a token")
         if self.perplexities is not None:
             before, after = self.perplexities
-            found.append(f"perplexity {before:.4g} -> {after:.4g}, {100 * (after / before - 1):+.2f} %")
+            lines.append(f"perplexity {before:.4g} -> {after:.4g}, {100 * (after / before - 1):+.2f} %")
         if self.cosine is not None:
-            found.append(f"cosine of mean hidden states on {self.tokens:,} tokens of text: {self.cosine:.5f}")
-        return found
+            lines.append(f"cosine of mean hidden states on {self.tokens:,} tokens of text: {self.cosine:.5f}")
+        return lines
 
 
 @torch.no_grad()
 def measure_with_texts(
     source: str | os.PathLike[str], against: str | os.PathLike[str], texts: Sequence[str]
 ) -> TextMeasures:
-    """Let a saved model and its float one, with its tokenizer, read the first 512 tokens of each text."""
+    """Measure a saved model against its float model, which has the tokenizer, on the first 512 tokens of each text."""
     model, reference = load_saved(source), load_saved(against)
     tokenizer = load_tokenizer(against, "texts", "Save the tokenizer there.")
     layers = {module: f"{name}.weight" for name, module in reference.named_modules() if _is_linear(module)}
@@ -83,27 +83,27 @@ def measure_with_texts(
     return _means(sums, _is_causal(reference), inputs)
 
 
-def _add(sums: dict[str, float], batch: Mapping[str, Tensor], found: Any, expected: Any) -> None:
-    """Add to sums by name what both models return for a batch."""
+def _add(sums: dict[str, float], batch: Mapping[str, Tensor], outputs: Any, expected: Any) -> None:
+    """Add the measures of one batch, from the outputs of the model and of the float model, to `sums`."""
     mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
     sums["tokens"] += int(mask.sum())
     if getattr(expected, "logits", None) is None:
-        a, b = (_mean_state(each.last_hidden_state, mask) for each in (found, expected))
+        a, b = (_mean_state(output.last_hidden_state, mask) for output in (outputs, expected))
         sums["cosine"] += F.cosine_similarity(a, b).sum().item()
         sums["compared"] += len(mask)
         return
     # A classifier has logits for each text, a language model for each token.
-    each_token = expected.logits.shape[: mask.dim()] == mask.shape
-    has_next = each_token and expected.logits.shape[-1] > int(batch["input_ids"].max())
+    has_token_logits = expected.logits.shape[: mask.dim()] == mask.shape
+    has_next = has_token_logits and expected.logits.shape[-1] > int(batch["input_ids"].max())
     # One text at a time: in float32 the logits of a batch may take gigabytes.
-    for ids, kept, *logits in zip(batch["input_ids"], mask, expected.logits, found.logits, strict=True):
-        p, q = (F.log_softmax(each.float(), dim=-1) for each in logits)
+    for ids, is_token, *logits in zip(batch["input_ids"], mask, expected.logits, outputs.logits, strict=True):
+        p, q = (F.log_softmax(values.float(), dim=-1) for values in logits)
         divergence = (p.exp() * (p - q)).sum(dim=-1)
-        divergence = divergence[kept] if each_token else divergence
+        divergence = divergence[is_token] if has_token_logits else divergence
         sums["divergence"] += divergence.double().sum().item()
         sums["scored"] += divergence.numel()
         if has_next:
-            follows = kept[1:] & kept[:-1]
+            follows = is_token[1:] & is_token[:-1]
             for name, chances in (("loss before", p), ("loss after", q)):
                 losses = -chances[:-1].gather(-1, ids[1:, None]).squeeze(-1)
                 sums[name] += losses[follows].double().sum().item()
@@ -111,7 +111,7 @@ def _add(sums: dict[str, float], batch: Mapping[str, Tensor], found: Any, expect
 
 
 def _means(sums: Mapping[str, float], is_causal: bool, inputs: Mapping[str, Tensor]) -> TextMeasures:
-    """Return what was summed up for each token or text."""
+    """Divide the sums by the number of tokens or texts."""
     tokens = int(sums["tokens"])
     if sums["compared"]:
         return TextMeasures(tokens, cosine=sums["cosine"] / sums["compared"], inputs=inputs)
@@ -121,7 +121,7 @@ def _means(sums: Mapping[str, float], is_causal: bool, inputs: Mapping[str, Tens
 
 
 def _mean_state(states: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean of the states of the tokens of each text, `[texts, hidden]`."""
+    """Return the mean hidden state of each text, `[texts, hidden]`; padding does not count."""
     if states.shape[:2] != mask.shape:
         return states.float().flatten(1, -2).mean(dim=1)
     return (states.float() * mask.unsqueeze(-1)).sum(dim=1) / mask.sum(dim=1, keepdim=True).clamp_min(1)

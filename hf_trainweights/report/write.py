@@ -1,4 +1,4 @@
-"""`write_report` and `plot_run`: a model, a saved directory or a training run as a file of tables and pictures."""
+"""`write_report` and `plot_run`: tables and pictures of a model or a training run, in one file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PLOTS = (".svg", ".html")
 
 @dataclass(frozen=True)
 class Report:
-    """A report that was written; `str()` of it is a few lines."""
+    """The title, the file and a short summary of a report that was written; `str()` shows all three."""
 
     title: str
     file: Path
@@ -45,25 +45,25 @@ def write_report(
     against: Source | None = None,
     texts: Sequence[str] | None = None,
 ) -> Report:
-    """Write what lies in a model or a training run into one HTML file that needs nothing else to be read.
+    """Write a report on a model or a training run into one HTML file, which loads no other file.
 
-    Of a model: sizes by format, bits and bytes of each layer, the error of each weight if `against` is given, and
-    histograms of the worst ten. Of a run: what each checkpoint takes, and the loss. Weights on disk are mapped and read
-    one after the other.
+    A report on a model shows sizes by format, bits and bytes of each layer, the error of each weight if `against` is
+    given, and histograms of the worst ten. A report on a run shows the size of each checkpoint, and the loss. Weights
+    on disk are memory-mapped and read one after the other.
 
     Args:
         source: A module, a directory of a model, a run or one checkpoint, or a weight file.
-        out: The file to write, `.html`; one that is there is replaced.
-        against: The model that errors are measured against, usually the float one; not for a run.
-        texts: Texts that both models, directories then, read: the report says how far the outputs of the whole model
-            are off, and of each layer for what it gets from the texts instead of noise.
+        out: The file to write, `.html`; an existing file is replaced.
+        against: The model to measure errors against, usually the float model; not for a run.
+        texts: Texts for both models, which must be directories then. The report shows the error of the model's outputs
+            for these texts, and measures the output error of each layer with inputs from the texts instead of noise.
 
     Returns:
-        Where the report is, and what it says in short.
+        The path of the report, and a summary.
 
     Raises:
-        ConfigError: There is nothing to report on, `against` is given for a run, `out` is called otherwise, or `texts`
-            are given without two saved models that take tokens.
+        ConfigError: The source has no weights, `against` is given for a run, `out` has another ending, or `texts` are
+            given without two saved models that take tokens.
         CorruptFileError: A file is damaged, or holds more than data.
         MissingAnchorError: A checkpoint was moved without the anchor it needs.
         SaveError: `out` cannot be written.
@@ -84,7 +84,7 @@ def write_report(
 
 
 def plot_run(root: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
-    """Draw what each checkpoint of a run takes, and the loss beside it where one was logged; no tensor is read."""
+    """Draw the size of each checkpoint of a run, and the loss beside it if one was logged; no tensor is read."""
     root, out = Path(root), Path(out)
     check_name(out, PLOTS)
     checkpoints = read_run(root)
@@ -99,19 +99,19 @@ def plot_run(root: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
 
 
 def check_name(out: Path, suffixes: Sequence[str] = (".html", ".htm")) -> None:
-    """Check, before anything is read, that a report or a picture would not replace a file of another kind."""
+    """Check the ending of an output file first, so that a report or picture never replaces a file of another kind."""
     if out.suffix.lower() not in suffixes:
         expected = f"a file name that ends in {' or '.join(suffixes)}"
         raise ConfigError(str(out), expected, out.name, "Choose another name.")
 
 
 def write_page(page: Page, out: Path) -> None:
-    """Write a page to a file, which is replaced as a whole or not at all."""
+    """Write a page to a file; an error leaves an existing file as it was."""
     write_alone(out, page.html(), "No report was written.")
 
 
 def write_alone(out: Path, text: str, outcome: str) -> None:
-    """Write a file as a whole or not at all, and remove what killed writers left beside it; errors end in `outcome`."""
+    """Write a file completely or not at all, and remove temporary files of killed writers; errors end in `outcome`."""
     with save_errors(out, outcome):
         clean_up(out.parent)
         with replace_file(out) as file:
@@ -121,25 +121,25 @@ def write_alone(out: Path, text: str, outcome: str) -> None:
 def read_weights(source: Source) -> dict[str, StoredTensor]:
     """Return the weights of a model by name, a tied weight once.
 
-    Those on disk are views of the mapped files, or of a sharded checkpoint on the meta device until `values` is called,
-    so none is in memory before it is looked at. Only a file that is encoded is decoded as a whole.
+    Weights on disk are views of memory-mapped files, so reading them costs no memory yet. Weights of a sharded
+    checkpoint are on the meta device until `values` is called. Only an encoded file is decoded as a whole.
     """
     if isinstance(source, nn.Module):
         return {name: StoredTensor.of(name, parameter) for name, parameter in source.named_parameters()}
     path = _existing(source)
     default = configured_format(path if path.is_dir() else path.parent)
     files = find_parts(path).get("weights", [])
-    # A quantized weight is put together from the values of several tensors.
+    # A quantized weight is built from the values of several tensors, which must be read for that.
     is_read_later = default is None and any(file.is_dir() for file in files)
     stored = dict(read_part(files, "weights", values=not is_read_later))
-    return {each.name: each for each in fold_weights(stored, default)}
+    return {weight.name: weight for weight in fold_weights(stored, default)}
 
 
 def _read_counterparts(source: Source, names: Iterable[str]) -> dict[str, StoredTensor]:
-    """Return the weights of another model that may be compared with weights of these names, and perhaps others.
+    """Return the weights of another model, some of which are counterparts of weights with these names.
 
-    If the source's files have other names, it is loaded as Transformers does, which merges experts and renames what a
-    quantized model was saved with.
+    The files of a float model may name weights otherwise than a quantized model, which is saved after Transformers has
+    merged experts and renamed weights. Then Transformers loads the source, and the result has both kinds of names.
     """
     weights = read_weights(source)
     if isinstance(source, nn.Module) or set(names) <= weights.keys() or not (Path(source) / "config.json").is_file():
@@ -148,7 +148,7 @@ def _read_counterparts(source: Source, names: Iterable[str]) -> dict[str, Stored
 
 
 def _existing(source: str | os.PathLike[str]) -> Path:
-    """Return the path of a source on disk; ConfigError: there is nothing."""
+    """Return the path of a source on disk; raise ConfigError if it does not exist."""
     path = Path(source)
     if not path.exists():
         next_step = "Give a directory; huggingface_hub.snapshot_download(...) returns that of a model on the Hub."
@@ -157,7 +157,6 @@ def _existing(source: str | os.PathLike[str]) -> Path:
 
 
 def _is_run(source: Source) -> bool:
-    """Return whether a source is a directory of checkpoints."""
     return not isinstance(source, nn.Module) and bool(checkpoint_directories(Path(source)))
 
 

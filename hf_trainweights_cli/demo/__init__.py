@@ -1,1 +1,1 @@
-"""`trainweights demo`: a model is trained, quantized, used, saved and reloaded, and all of it measured."""
+"""`trainweights demo`: trains, quantizes, uses, saves and reloads a model, and measures each step."""

@@ -1,4 +1,4 @@
-"""The checkpoints of the demo's training: how small they are, and how a run goes on that resumes from one of them."""
+"""Measures the sizes of the demo's checkpoints, and the losses of a run that resumes from one of them."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ MODE = "near-lossless"
 SAVES = 3
 _RESUMED_STEPS = 10
 
-# Trains fresh objects, which the manager restores, on some batches, and returns the losses of the steps that it took.
+# Trains new objects on batches, after the manager has restored them, and returns the loss of each step that it took.
 Train = Callable[[CheckpointManager, Tensor], Sequence[float]]
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """What a training run saved, and how it went on from a save in the middle.
+    """The checkpoints of a training run, and the losses of a second run that resumed from one of them.
 
     Args:
-        mode: How the checkpoints are stored.
-        saved: The checkpoints, the first one first.
-        resumed_at: The step whose checkpoint a second run resumed from; None if there was none to resume from.
-        resumed_losses: The losses of that run's first steps.
-        largest_difference: The largest |difference| of these to the losses of the run that went on, in nats.
+        mode: The mode of the checkpoints.
+        saved: The checkpoints, the oldest first.
+        resumed_at: The step of the checkpoint that the second run resumed from; None if there was no second run.
+        resumed_losses: The losses of the second run's first steps.
+        largest_difference: The largest |difference| of these losses to the first run's losses, in nats.
     """
 
     mode: str
@@ -43,23 +43,23 @@ class Checkpoints:
     @property
     def plain_bytes(self) -> int:
         """Bytes of all checkpoints without encoding."""
-        return sum(each.plain_bytes for each in self.saved)
+        return sum(checkpoint.plain_bytes for checkpoint in self.saved)
 
     @property
     def stored_bytes(self) -> int:
         """Bytes of all checkpoints on disk."""
-        return sum(sum(each.part_bytes) for each in self.saved)
+        return sum(sum(checkpoint.part_bytes) for checkpoint in self.saved)
 
 
 def measure_checkpoints(root: Path, batches: Tensor, losses: Sequence[float], train: Train) -> Checkpoints:
-    """Measure the checkpoints of a run, and resume it from the last but one, as after a kill; they stay as they are."""
+    """Measure the checkpoints of a run, and resume a copy from the last but one, as if the run had been killed then."""
     saved, directories = tuple(read_run(root)), checkpoint_directories(root)
     if len(directories) < 2:
         return Checkpoints(MODE, saved)
     middle = directories[1]
     step = checkpoint_step(middle)
     with tempfile.TemporaryDirectory(prefix="trainweights-") as copy:
-        # A run of its own has this checkpoint as its newest one.
+        # A manager resumes from the newest checkpoint, so the copied run has only this one.
         shutil.copytree(middle, Path(copy, middle.name))
         with CheckpointManager(copy, mode=MODE, every_steps=len(batches)) as manager:
             resumed = train(manager, batches[: step + _RESUMED_STEPS])

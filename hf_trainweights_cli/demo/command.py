@@ -1,4 +1,4 @@
-"""`trainweights demo`."""
+"""The subcommand `trainweights demo`: its options, its progress lines and its output on the terminal."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def demo(
         raise typer.BadParameter("Nothing is trained with --model: leave out --steps and --seed.", param_hint="--model")
     training = {"steps": steps, "seed": seed}
     recipe = Recipe(**{key: value for key, value in training.items() if value is not None})
-    disable_progress_bar()  # the demo's own lines show the progress of loading too
+    disable_progress_bar()  # the demo's own lines already show the progress of loading
     with errors_in_one_line(debug), _directory(out) as directory, _ProgressLines() as progress:
         if html is not None:
             check_name(html)
@@ -86,9 +86,9 @@ def demo(
 
 
 class _ProgressLines:
-    """One line with a bar for the training and for each format, on stderr; it appears with the first report.
+    """Progress on stderr: a line with a bar for the training and for each format, from its first report on.
 
-    Where stderr is no terminal, there is a line for each quarter of that instead.
+    If stderr is no terminal, a line is printed for each quarter of the progress instead.
     """
 
     def __enter__(self) -> _ProgressLines:
@@ -104,12 +104,12 @@ class _ProgressLines:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        # Without a start, stop() would print an empty line.
+        # If it has not started, stop() would print an empty line.
         if self._tasks:
             self._progress.stop()
 
     def report(self, line: str, stage: str, done: int, total: int) -> None:
-        """Show the progress of one line, such as a format, as steps done of a total."""
+        """Show the stage of one line, such as a format, and the number of steps done of the total."""
         if not self._progress.console.is_terminal:
             quarter = (line, 4 * done // total)
             if quarter != self._quarter:
@@ -135,7 +135,7 @@ def _directory(out: Path | None) -> Iterator[Path]:
 def _print_result(result: Result, out: Path | None, html: Path | None) -> None:
     console = Console(highlight=False)
     if result.losses:
-        # The mean of the last steps: a single batch says little.
+        # Use the mean of the last steps, because losses of single batches vary much.
         last = statistics.fmean(result.losses[-20:])
         console.print(f"Trained for {len(result.losses)} steps: loss {result.losses[0]:.2f} to {last:.2f}")
     console.print(_quality_table(result))
@@ -147,13 +147,13 @@ def _print_result(result: Result, out: Path | None, html: Path | None) -> None:
     console.print(f"Each continues {result.prompt!r}:", markup=False)
     for row in result.rows:
         console.print(f"{row.format:<12} {row.sample!r}", markup=False, no_wrap=True, overflow="ellipsis")
-    for what, path in (("The files are in", out), ("The pictures are in", html)):
+    for text, path in (("The files are in", out), ("The pictures are in", html)):
         if path is not None:
-            console.print(f"{what} {path}.", markup=False)
+            console.print(f"{text} {path}.", markup=False)
 
 
 def _quality_table(result: Result) -> Table:
-    # The speed of a model that is trained here says nothing: it fits into the caches of a CPU.
+    # The model that the demo trains fits into the caches of a CPU, so its speed would tell nothing.
     numbers = ("on disk", "bits", "perplexity", "x smaller" if result.speeds else "tokens/s")
     table = _table(
         result.model,

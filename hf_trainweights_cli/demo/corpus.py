@@ -1,4 +1,4 @@
-"""The demo's text: the sources of Python's standard library, which any machine has, so nothing is downloaded."""
+"""Reads the demo's text, the sources of Python's standard library: every machine has them, so no download is needed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OTHER_DIRECTORIES = {"site-packages", "dist-packages", "test", "tests", "idle_t
 
 @dataclass(frozen=True)
 class Corpus:
-    """Texts to train on and texts to be judged by, one a file."""
+    """Texts to train on and held-out texts to measure perplexity on; each text is a file."""
 
     name: str
     train: tuple[str, ...]
@@ -27,7 +27,7 @@ class Corpus:
 
 
 def read_corpus(root: Path | None = None) -> Corpus:
-    """Read the sources of Python's standard library, or below `root`, sorted; every 20th file is held out."""
+    """Read the Python files of the standard library, or below `root`, in sorted order; hold out every 20th file."""
     root = root or Path(sysconfig.get_paths()["stdlib"])
     files = sorted(_python_files(root))
     if len(files) < _HELD_OUT_EVERY:

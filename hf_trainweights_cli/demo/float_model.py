@@ -1,4 +1,4 @@
-"""The float model that the demo measures: refused by name where it cannot be measured."""
+"""Loads the float model that the demo measures, or refuses it with a reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NEEDS_HEAD = "Perplexity and generation need a trained language-model head: giv
 
 
 def check_causal_lm(model: str) -> None:
-    """Check, before any weight is loaded, that a model is float and has a language-model head, so can be measured."""
+    """Check, before any weight is loaded, that a model is float and has a language-model head."""
     try:
         config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:
@@ -64,8 +64,8 @@ def load_tokenizer(model: str) -> Any:
 
 def _causal_lms(config: PretrainedConfig) -> set[str]:
     """Return the names of the causal language models that Transformers has for a configuration."""
-    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ())
-    return {cls.__name__ for cls in (known if isinstance(known, tuple) else (known,))}
+    classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ())
+    return {cls.__name__ for cls in (classes if isinstance(classes, tuple) else (classes,))}
 
 
 def _cannot_load(model: str, error: Exception) -> ConfigError:

@@ -1,7 +1,7 @@
-"""One variant of the demo's model: loaded, used, saved both ways, reloaded, and measured.
+"""Measures the demo's model in one format.
 
-Each format goes the way a user's model goes: `from_pretrained` with a configuration, `generate`, `save_pretrained` in
-both serializations, `from_pretrained` again.
+It treats the model as a user would: `from_pretrained` with a configuration, `generate`, `save_pretrained` in both
+serializations, `from_pretrained` again.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from hf_trainweights_cli.demo.probe import PROMPT, Probe
 from hf_trainweights_cli.demo.training import Report
 
 NEW_TOKENS = 48
-# The directory name of each serialization to its arguments of `save_pretrained`.
+# The arguments of `save_pretrained` for each serialization, by the name of its directory.
 SERIALIZATIONS: dict[str, dict[str, Any]] = {"safetensors": {}, "bin": {"safe_serialization": False}}
-# This package does not save float models, and Transformers itself writes safetensors alone.
+# Transformers saves the float model, and it writes only safetensors.
 BASELINE_SERIALIZATIONS: dict[str, dict[str, Any]] = {"safetensors": {}}
 
 _BATCH_SIZE = 8
@@ -42,12 +42,12 @@ class Row:
     Args:
         format: The format's name; for the baseline, its dtype.
         disk_bytes: Size of the safetensors files.
-        bits_per_weight: Bits of a quantized weight in memory, scales included; of any weight for the baseline.
+        bits_per_weight: Bits per element of quantized weights in memory, scales included; of all for the baseline.
         perplexity: Perplexity of the held-out text.
         tokens_per_second: Speed of `generate` for one sequence, greedy, the best within half a second.
-        sample: How the model continues the prompt.
-        summary: Which tensors were quantized and which left alone.
-        failures: The differences after a reload or a second save; empty if all is bit-equal.
+        sample: The model's continuation of the prompt.
+        summary: The summary of quantized and float tensors.
+        failures: The differences after a reload or a second save; empty if all bits are equal.
     """
 
     format: str
@@ -61,9 +61,9 @@ class Row:
 
 
 def measure(source: str, name: str | None, probe: Probe, out: Path, report: Report) -> Row:
-    """Load a model in one format, use it, save it both ways, and check that both come back bit by bit.
+    """Load a model in one format, use it, save it in both serializations, and check that reloads are bit-equal.
 
-    Without a name it is the float model itself, which is saved as safetensors alone.
+    If `name` is None, measure the float model, which is saved only as safetensors.
     """
     ways = SERIALIZATIONS if name else BASELINE_SERIALIZATIONS
     total = 2 + len(probe.windows) + 2 * len(ways)
@@ -81,7 +81,7 @@ def measure(source: str, name: str | None, probe: Probe, out: Path, report: Repo
     for way, arguments in ways.items():
         report(label, f"save {way}", total - 2 * len(ways), total)
         model.save_pretrained(out / label / way, **arguments)
-    # The reloads come after this, so that a large model is held once.
+    # Free the model before the reloads, so that memory holds a large model only once.
     del model
     failures = _check_reloads(out / label, ways, probe, logits, lambda stage, done: report(label, stage, done, total))
     report(label, "FAILED" if failures else "done", total, total)
@@ -97,13 +97,13 @@ def _check_reloads(
     for number, (way, arguments) in enumerate(ways.items()):
         report(f"reload {way}", first_step + number)
         failures += [f"{way}: {failure}" for failure in check_reload(out / way, arguments, probe, logits)]
-        # All files there have been compared by now; with a tokenizer the directory is a model that anyone can use.
+        # The tokenizer makes the directory usable; save it only now, after the check has compared all files.
         probe.tokenizer.save_pretrained(out / way)
     return tuple(failures)
 
 
 def check_reload(directory: Path, arguments: dict[str, Any], probe: Probe, logits: Tensor) -> list[str]:
-    """Load a saved model and return what differs in its logits and in its own save, with the same `arguments`."""
+    """Reload a saved model, save it again with the same `arguments`, and return the differences in logits and files."""
     model = _load(str(directory), probe)
     failures = [] if torch.equal(_logits(model, probe), logits) else ["other logits after a reload"]
     with tempfile.TemporaryDirectory(dir=directory.parent) as second:
@@ -135,7 +135,7 @@ def _logits(model: PreTrainedModel, probe: Probe) -> Tensor:
 
 
 def _generate(model: Any, tokenizer: Any) -> tuple[str, float]:
-    """Return the continuation of the prompt and the tokens per second."""
+    """Generate a continuation of the prompt; return it and the tokens per second."""
     inputs = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False).to(model.device)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     arguments = {"do_sample": False, "pad_token_id": pad}

@@ -1,4 +1,4 @@
-"""The demo's results as one HTML file with pictures."""
+"""Draws the demo's results into one HTML page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FLOAT, _QUANTIZED = 3, 0
 
 
 def demo_page(result: Result) -> Page:
-    """Return the page of a demo."""
+    """Return the page of a demo's results."""
     sections = [_quality(result)]
     if result.speeds:
         sections.append(_speed(result.speeds))
@@ -37,12 +37,10 @@ def _quality(result: Result) -> Section:
 
 def _speed(speeds: tuple[Speed, ...]) -> Section:
     memory = [
-        _bar(
-            each.format, each.memory_bytes / 1e6, f"{size(each.memory_bytes)}, {each.times_smaller:.2f}x smaller", index
-        )
-        for index, each in enumerate(speeds)
+        _bar(row.format, row.memory_bytes / 1e6, f"{size(row.memory_bytes)}, {row.times_smaller:.2f}x smaller", index)
+        for index, row in enumerate(speeds)
     ]
-    faster = [_bar(each.format, each.times_faster, f"{each.times_faster:.2f}x", i) for i, each in enumerate(speeds)]
+    faster = [_bar(row.format, row.times_faster, f"{row.times_faster:.2f}x", i) for i, row in enumerate(speeds)]
     charts = [
         bar_chart("Memory of the weights", memory, "MB"),
         bar_chart("Speed of decoding", faster, f"times the speed of {speeds[0].format}", reference=1),
@@ -65,6 +63,6 @@ def _checkpoints(checkpoints: Checkpoints, losses: tuple[float, ...]) -> list[Se
 
 
 def _bar(label: str, value: float, shown: str, index: int) -> Bar:
-    """Return a bar in the color of the float model, which comes first, or of a format."""
+    """Return a bar, in the color of the float model if its index is 0, otherwise in the color of formats."""
     color = _QUANTIZED if index else _FLOAT
     return Bar(label, (*(0.0 for _ in range(color)), value), shown)

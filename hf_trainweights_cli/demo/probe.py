@@ -1,4 +1,4 @@
-"""The same input for every variant of the demo's model: held-out text and a prompt."""
+"""Makes the input that the demo gives to its model in every format: held-out text and a prompt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WINDOW_TOKENS = 128
 
 @dataclass(frozen=True)
 class Probe:
-    """The input that every variant of a model gets: windows of held-out text, int64 `[windows, tokens]`."""
+    """The input for the model in every format: `windows` are held-out text, int64 `[windows, tokens]`."""
 
     tokenizer: PreTrainedTokenizerBase
     windows: Tensor
@@ -27,7 +27,7 @@ class Probe:
 
 
 def make_probe(source: str, corpus: Corpus, max_windows: int, device_map: str) -> Probe:
-    """Return a probe of windows spread evenly over the held-out text, each begun by a begin-of-text token if any."""
+    """Take windows evenly from the held-out text; put a begin-of-text token before each if the tokenizer has one."""
     tokenizer = load_tokenizer(source)
     tokens = torch.tensor(tokenizer("".join(corpus.held_out), add_special_tokens=False)["input_ids"])
     windows = tokens[: len(tokens) // _WINDOW_TOKENS * _WINDOW_TOKENS].view(-1, _WINDOW_TOKENS)

@@ -1,4 +1,4 @@
-"""The demo from beginning to end: train a model or take the user's, and measure it in every format."""
+"""Runs the demo: trains a model or takes the user's, and measures it in every format."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hf_trainweights_cli.demo.probe import PROMPT, make_probe
 from hf_trainweights_cli.demo.speed import Shape, Speed, measure_speed
 from hf_trainweights_cli.demo.training import Recipe, Report, train_model
 
-# One of each kind, so that a newcomer sees the choice in little over a minute: whole bytes as integers and as floats,
-# half bytes, and codes that are small in files alone.
+# One format of each kind, so that a newcomer sees the choice in little over a minute: bytes as integers and as floats,
+# half bytes, and codes that are small only in files.
 USUAL_FORMATS = ("int8", "float8_e4m3", "int4", "coded")
 
-# The user's own model may be a thousand times larger.
+# Fewer windows for the user's own model, which may be a thousand times larger.
 _MAX_WINDOWS, _MAX_WINDOWS_OF_OTHERS = 48, 16
 
 
@@ -32,13 +32,13 @@ class Result:
 
     Args:
         model: The model that was quantized.
-        held_out: The text that the perplexity was measured on: files that the training did not see.
+        held_out: The name of the text to measure perplexity on: files that the training did not see.
         prompt: The text that the samples continue.
         losses: The training's loss at each step; empty for a model of the user's.
         rows: The baseline and each format.
-        machine: The processor, and which compiled products serve on it.
-        speeds: How fast a larger model decodes in each format; empty for a model of the user's.
-        checkpoints: What the training saved; None for a model of the user's.
+        machine: The processor, and the compiled products that it can use.
+        speeds: The speed of a larger model in each format; empty for a model of the user's.
+        checkpoints: The checkpoints of the training; None for a model of the user's.
     """
 
     model: str
@@ -67,8 +67,8 @@ def run_demo(
 ) -> Result:
     """Train a model, or take the user's, and measure it in every format, the float baseline first.
 
-    Failed checks do not raise: they are in the result. `out` is a new or empty directory, in which `keep` leaves each
-    format's files once they are measured.
+    Failed checks raise no error: the result lists them. `out` is a new or empty directory. If `keep` is false, the
+    files of each format are removed from it after their measurement.
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError("--out", "a new or empty directory", str(out), "Choose another one: nothing is overwritten.")
@@ -77,7 +77,7 @@ def run_demo(
     if model is None:
         source = str(out / "model")
         training = train_model(Path(source), out / "run", corpus, recipe, report)
-        # The model is small: on the CPU it gives the same numbers on a machine with an accelerator.
+        # The model is small enough for the CPU, which gives the same numbers on a machine with an accelerator.
         probe = make_probe(source, corpus, _MAX_WINDOWS, device_map="cpu")
     else:
         source = model
@@ -96,5 +96,5 @@ def run_demo(
 
 
 def _describe_machine() -> str:
-    """Return the processor, and which of the compiled products serve on it."""
+    """Return the name of the processor, and the compiled products that it can use."""
     return f"{describe_machine()}, {compiled.describe()}"

@@ -1,7 +1,7 @@
-"""How fast a larger model of random weights decodes in each format, beside the float model.
+"""Measures how fast a larger model of random weights decodes in each format, compared with the float model.
 
-The demo's own model fits into the caches of a CPU, where there is nothing to gain. Decoding a model that does not is
-bound by reading its weights from memory, and smaller weights are read sooner.
+The demo's own model fits into the caches of a CPU, so smaller weights do not make it faster. A larger model decodes as
+fast as the CPU reads its weights from memory, and smaller weights are read sooner.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LEAST_ROUNDS = 3
 class Shape:
     """Size of the model; the default has 105M weights.
 
-    `hidden_size` is a multiple of 128. The vocabulary is small, since embeddings stay in float.
+    `hidden_size` must be a multiple of 128. The vocabulary is small, because embeddings stay in float.
     """
 
     hidden_size: int = 1024
@@ -41,13 +41,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a format decodes.
+    """The speed of decoding in one format.
 
     Args:
-        format: Its name, or the dtype of the float model.
-        memory_bytes: What the model's weights take in memory.
-        token_seconds: Time of a token: the median of some rounds.
-        float_token_seconds: The same of the float model, which runs in turns with this one in the same rounds.
+        format: The format's name, or the dtype of the float model.
+        memory_bytes: Bytes of the model's weights in memory.
+        token_seconds: Time for a token, the median of several rounds.
+        float_token_seconds: Time for a token of the float model, which takes turns with this model in each round.
         times_smaller: Memory of the float model / memory.
         times_faster: float_token_seconds / token_seconds.
     """
@@ -61,13 +61,13 @@ class Speed:
 
 
 def fast_dtype() -> torch.dtype:
-    """Return the float dtype that people choose on this CPU: bfloat16 where it has instructions for it."""
-    found = capabilities()
-    return torch.bfloat16 if found.get("avx512_bf16") or found.get("amx_bf16") else torch.float32
+    """Return the float dtype that people choose on this CPU: bfloat16 if it has instructions for it, else float32."""
+    has = capabilities().get
+    return torch.bfloat16 if has("avx512_bf16") or has("amx_bf16") else torch.float32
 
 
 def measure_speed(formats: Sequence[str], shape: Shape, report: Report) -> tuple[Speed, ...]:
-    """Measure the float model and each format in turns, so that what else the machine does slows both."""
+    """Measure each format in turns with the float model, so that other load of the machine slows both down."""
     report(LINE, "make a model", 0, 1 + len(formats))
     model = _random_model(shape)
     model_bytes = get_model_size_in_bytes(model)

@@ -1,4 +1,4 @@
-"""The demo's own model: a small Llama and its tokenizer, trained on the demo's corpus.
+"""Trains the demo's own model, a small Llama, and its tokenizer on the demo's corpus.
 
 The same seed, Python version and number of threads give the same model.
 """
@@ -18,7 +18,7 @@ from hf_trainweights.checkpoint.loop.manager import CheckpointManager
 from hf_trainweights_cli.demo.checkpoints import MODE, SAVES, Checkpoints, measure_checkpoints
 from hf_trainweights_cli.demo.corpus import Corpus
 
-# Called with the progress of a long job: its line, its current stage, the steps done and the steps in all.
+# Shows the progress of a long job: its line, its current stage, the number of steps done, and the total number.
 Report = Callable[[str, str, int, int], None]
 
 END_OF_TEXT = "<|endoftext|>"
@@ -29,14 +29,14 @@ class Recipe:
     """Size and training of the demo's model; the defaults take about half a minute on two CPU cores.
 
     Args:
-        hidden_size: Width of the model, a multiple of 64: an attention head has 64.
+        hidden_size: Width of the model, a multiple of 64, the width of an attention head.
         num_layers: Number of decoder layers.
-        vocab_size: Number of tokens, at least 257: every byte is one.
+        vocab_size: Number of tokens, at least 257: one for each byte, and one for the end of a text.
         steps: Number of optimizer steps.
-        batch_size: Windows in a step.
+        batch_size: Number of windows in a step.
         window_tokens: Length of a training window.
-        learning_rate: Peak of the schedule.
-        seed: Decides the initial weights and the choice and order of the text.
+        learning_rate: Highest learning rate of the schedule.
+        seed: Seed of the initial weights, and of the choice and order of the texts.
     """
 
     hidden_size: int = 384
@@ -50,7 +50,7 @@ class Recipe:
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer of at least 257 tokens, which can spell any text, with an end-of-text token."""
+    """Train a byte-level BPE tokenizer with an end-of-text token; it has at least 257 tokens and can spell any text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -86,7 +86,7 @@ def train_model(directory: Path, runs: Path, corpus: Corpus, recipe: Recipe, rep
     tokenizer.save_pretrained(directory)
 
     def resume(manager: CheckpointManager, batches: torch.Tensor) -> list[float]:
-        # Other weights, so that nothing but the checkpoint can make it go on.
+        # Start from other weights, so that only the checkpoint can make the losses continue.
         return _optimize(manager, _new_model(config, recipe.seed + 1), batches, recipe, lambda *_: None)
 
     report("training", "resume", recipe.steps, recipe.steps)
@@ -104,7 +104,7 @@ def _new_model(config: LlamaConfig, seed: int) -> LlamaForCausalLM:
 def _optimize(
     manager: CheckpointManager, model: LlamaForCausalLM, batches: torch.Tensor, recipe: Recipe, report: Report
 ) -> list[float]:
-    """Train a model, or go on where the manager's newest checkpoint stopped; return the loss of each step taken."""
+    """Train a model, from the manager's newest checkpoint if there is one; return the loss of each step taken."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -130,7 +130,7 @@ def _llama_config(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaCo
     return LlamaConfig(
         vocab_size=recipe.vocab_size,
         hidden_size=recipe.hidden_size,
-        # 8/3, as Llama has, rounded to groups of 128.
+        # 8/3 of the width as in Llama, rounded up to groups of 128.
         intermediate_size=-(-recipe.hidden_size * 8 // 3 // 128) * 128,
         num_hidden_layers=recipe.num_layers,
         num_attention_heads=recipe.hidden_size // 64,
@@ -146,10 +146,10 @@ def _llama_config(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaCo
 
 
 def _take_texts(corpus: Corpus, recipe: Recipe) -> list[str]:
-    """Return as many training texts, in random order, as the training will see."""
+    """Return training texts in random order, enough for all steps of the training."""
     texts = list(corpus.train)
     random.Random(recipe.seed).shuffle(texts)
-    # A token of this vocabulary is 2.6 characters of Python; 4 leave a margin.
+    # A token of this vocabulary has 2.6 characters of Python on average; 4 leave a margin.
     wanted = 4 * recipe.steps * recipe.batch_size * recipe.window_tokens
     taken: list[str] = []
     while texts and wanted > 0:
@@ -161,7 +161,7 @@ def _take_texts(corpus: Corpus, recipe: Recipe) -> list[str]:
 def _batches(texts: list[str], tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> torch.Tensor:
     """Return the token ids of every step, int64 [steps, batch_size, window_tokens].
 
-    No window is used a second time before every window was used once.
+    No window occurs a second time before every window has occurred once.
     """
     stream = [token for ids in tokenizer(texts)["input_ids"] for token in (*ids, tokenizer.eos_token_id)]
     count = len(stream) // recipe.window_tokens
