@@ -1,4 +1,4 @@
-"""Quantized models written in layouts that others read without this package."""
+"""Write quantized models in layouts that other programs read without this package."""
 
 from hf_trainweights.exports.compressed_tensors import export_compressed_tensors
 from hf_trainweights.exports.gguf.export import export_gguf

@@ -1,8 +1,8 @@
-"""The compressed-tensors layout, vLLM's, which stock Transformers reads too: its tensors, names and configuration.
+"""Write a model in vLLM's layout compressed-tensors, which stock Transformers reads too.
 
-int8 and int4 codes become `pack-quantized`, float8 `float-quantized`: the same codes and scales under other names, so
-nothing is rounded again. Experts get the names they have in the float checkpoint, one by one. What the layout or its
-reader in Transformers has no place for is refused by name.
+int8 and int4 weights become `pack-quantized`, float8 weights `float-quantized`. These hold the same codes and scales
+under other names, so no weight is rounded again. Each expert's matrices get their names of the float checkpoint. An
+error names the weights that the layout or its reader in Transformers cannot hold.
 
 Layout: https://github.com/vllm-project/compressed-tensors
 """
@@ -33,14 +33,14 @@ from hf_trainweights.models.saving.saved_tensors import matrices_in_checkpoint
 from hf_trainweights.models.saving.saving import is_replaced
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
-# Bits, type and name in the layout of each format that it has a place for.
+# The layout's bits, type of codes and name for each format that it can hold.
 _SCHEMES = {
     "int8": (8, "int", "pack-quantized"),
     "int4": (4, "int", "pack-quantized"),
     "float8_e4m3": (8, "float", "float-quantized"),
 }
 
-# A module of one expert in a checkpoint. Among several groups Transformers takes the one for experts by this word.
+# The module of one expert in a checkpoint. Among several groups Transformers applies the one with "experts" to experts.
 _EXPERT_MODULE = r".*\.experts\.\d+\..*"
 
 _BYTES_PER_WORD = 4
@@ -53,23 +53,23 @@ def export_compressed_tensors(
 ) -> None:
     """Write a quantized model as a compressed-tensors checkpoint, which stock Transformers reads.
 
-    Codes and scales are written as they are, so the weights that are read are those of `model.dequantize()`, bit for
-    bit. Beside the model itself, one weight is in memory at a time, in the layout that is written.
+    Codes and scales are written as they are, so a reader gets the weights of `model.dequantize()`, bit for bit. One
+    weight at a time is converted, so beside the model little is in memory.
 
     Args:
-        model_or_directory: A quantized model, or the directory that one was saved to; of a directory the tokenizer
-            and what else lies beside the weights is copied.
-        out: The directory to write; made if missing. Weight files that are there are removed at the end.
+        model_or_directory: A quantized model, or the directory that one was saved to. The tokenizer and the other files
+            beside the weights of a directory are copied.
+        out: The directory to write; made if missing. Older weight files in it are removed at the end.
         max_shard_size: Bytes of one weight file at most, or a text such as `"5GB"`.
 
     Raises:
-        ConfigError: The directory holds no whole model of a class of Transformers, nothing in the model is quantized,
-            or `max_shard_size` is no size.
+        ConfigError: The directory holds no complete model of a class of Transformers, no weight of the model is
+            quantized, or `max_shard_size` is no size.
         CorruptFileError: A weight file of the directory is damaged.
-        UnsupportedError: The layout cannot hold a weight: embeddings, weights that a layer keeps transposed (GPT-2),
-            experts that the checkpoint keeps in one tensor or that have several formats. Nothing was written.
-        SaveError: `out` cannot be written, the disk is full, or another save into it is running; what was there
-            before is untouched.
+        UnsupportedError: The layout cannot hold a weight: an embedding, a weight that a layer keeps transposed (GPT-2),
+            experts that the checkpoint keeps in one tensor or that have several formats. No file was written.
+        SaveError: `out` cannot be written, the disk is full, or another save into it is running. Earlier files in it
+            are untouched.
     """
     model = model_of(model_or_directory)
     tensors, quantization_config = lay_out(model)
@@ -93,8 +93,8 @@ def lay_out(model: PreTrainedModel) -> tuple[dict[str, TensorToWrite], dict[str,
     shapes = {name: weight.stored_shape for name, weight in quantized.items()}
     for name, matrices in matrices_in_checkpoint(model, shapes).items():
         if matrices is None:
-            found = "weights that their checkpoint splits, merges or reorders"
-            raise _unsupported([name], found, "Quantize the model again and leave these in float.")
+            description = "weights that their checkpoint splits, merges or reorders"
+            raise _unsupported([name], description, "Quantize the model again and leave these in float.")
         for saved_name, rows in matrices.items():
             named = _name_tensors(saved_name, quantized[name], rows)
             if quantized[name].dim() == 2 and not _is_found(model, name, saved_name, named):
@@ -104,31 +104,31 @@ def lay_out(model: PreTrainedModel) -> tuple[dict[str, TensorToWrite], dict[str,
     return dict(sorted(tensors.items())), _configure(model, quantized)
 
 
-def _is_found(model: PreTrainedModel, name: str, saved_name: str, named: Iterable[str]) -> bool:
-    """Return whether stock Transformers finds a matrix by the layout's names.
+def _is_found(model: PreTrainedModel, name: str, saved_name: str, tensor_names: Iterable[str]) -> bool:
+    """Return whether stock Transformers finds a matrix by the layout's names of its tensors.
 
-    A renaming may fit the name of a float weight alone, such as `.gate.weight` of PhiMoE's routers. Such a weight is
-    written in float, so that every reader finds it.
+    Some of Transformers' renamings match only the name of a float weight, for example `.gate.weight` of PhiMoE's
+    routers. Such a weight is written in float, so that every reader finds it.
     """
-    renamed = renamed_by_load(model, named)
-    return all(renamed[each] == name + each.removeprefix(saved_name) for each in named)
+    renamed = renamed_by_load(model, tensor_names)
+    return all(renamed[tensor] == name + tensor.removeprefix(saved_name) for tensor in tensor_names)
 
 
 def pack(codes: Tensor) -> Tensor:
-    """Return int8 codes `[N, K]`, each + 128, in int32 words `[N, ceil(K / 4)]`, the first one in the lowest bits.
+    """Pack int8 codes `[N, K]`, each + 128, into int32 words `[N, ceil(K / 4)]`. The first code is in the lowest bits.
 
     Examples:
         >>> codes = torch.tensor([[-128, -127, 0, 127]], dtype=torch.int8)
         >>> [f"{word & 0xFFFFFFFF:08X}" for word in pack(codes)[0].tolist()]
         ['FF800100']
     """
-    # An offset of 128 is the sign bit flipped.
+    # Flipping the sign bit of a byte adds 128.
     octets = F.pad(codes.view(torch.uint8) ^ 128, (0, -codes.shape[-1] % _BYTES_PER_WORD))
     return octets.view(torch.int32)
 
 
 def _check_weights(model: PreTrainedModel, weights: Mapping[str, QuantizedTensor]) -> None:
-    """Check that the layout has a place for each weight."""
+    """Check that the layout can hold each quantized weight."""
     in_float = "Quantize the model again and leave these in float (modules_to_not_convert)."
     misfits: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, weight in weights.items():
@@ -143,33 +143,33 @@ def _check_weights(model: PreTrainedModel, weights: Mapping[str, QuantizedTensor
         elif isinstance(owner, nn.Embedding):
             misfits["quantized embeddings", in_float].append(name)
         elif weight.scale_dtype != model.dtype:
-            # A reader casts scales to the dtype of the model, and so to other weights.
-            found = f"scales in {weight.scale_dtype} in a model in {model.dtype}"
-            misfits[found, f"Load or cast the model in {weight.scale_dtype}."].append(name)
+            # A reader casts scales to the dtype of the model, which would change the weights.
+            misfit = f"scales in {weight.scale_dtype} in a model in {model.dtype}"
+            misfits[misfit, f"Load or cast the model in {weight.scale_dtype}."].append(name)
     if misfits:
-        (found, next_step), names = next(iter(misfits.items()))
-        raise _unsupported(names, found, next_step)
+        (misfit, next_step), names = next(iter(misfits.items()))
+        raise _unsupported(names, misfit, next_step)
     experts = {name: weight.format for name, weight in weights.items() if weight.dim() == 3}
     if len(set(experts.values())) > 1:
-        found = "experts in " + " and ".join(sorted({str(form) for form in experts.values()}))
-        raise _unsupported(experts, found, "Quantize all experts to one format: Transformers reads all by one.")
+        misfit = "experts in " + " and ".join(sorted({str(form) for form in experts.values()}))
+        raise _unsupported(experts, misfit, "Quantize all experts to one format: Transformers reads all by one.")
 
 
 def _check_float_experts(model: PreTrainedModel, names: Iterable[str]) -> None:
-    """Check that no expert of a merged weight is left in float: Transformers drops those of a quantized model."""
+    """Check that no expert of a merged weight is in float: Transformers drops float experts of a quantized model."""
     own = model.state_dict().keys()
     if experts := [name for name in names if re.fullmatch(_EXPERT_MODULE, name) and name not in own]:
         raise _unsupported(experts, "experts in float", "Quantize all experts to one format.")
 
 
 def _unsupported(names: Iterable[str], found: str, next_step: str) -> UnsupportedError:
-    # The same weight of every layer, and of every expert, is one name.
+    # All layers and experts share one name, in which * stands for the number.
     where = ", ".join(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
     return UnsupportedError(where, "what the compressed-tensors layout holds", found, next_step)
 
 
 def _name_tensors(name: str, weight: QuantizedTensor, rows: slice) -> dict[str, TensorToWrite]:
-    """Return the layout's tensors of one matrix of a checkpoint: some rows of a weight, which may hold all experts."""
+    """Return the layout's tensors of one matrix of a checkpoint: these rows of a weight, or of all experts' rows."""
     codes, scale = (weight.tensors[key].flatten(0, -2)[rows] for key in ("qdata", "scale"))
     if _SCHEMES[weight.format.name][2] == "float-quantized":
         return {name: TensorToWrite.of(codes), f"{name}_scale": TensorToWrite.of(scale)}
@@ -185,7 +185,7 @@ def _name_tensors(name: str, weight: QuantizedTensor, rows: slice) -> dict[str, 
 
 
 def _configure(model: PreTrainedModel, weights: Mapping[str, QuantizedTensor]) -> dict[str, Any]:
-    """Return the configuration: a group for each format, the most frequent one for whatever is not named."""
+    """Return the configuration: a group for each format. The most frequent format's group is for all other Linears."""
     modules = {n.rpartition(".")[0]: weight.format for n, weight in weights.items() if weight.dim() == 2}
     experts = {weight.format for weight in weights.values() if weight.dim() == 3}
     counts = Counter(modules.values())
@@ -219,7 +219,7 @@ def _group(form: Format, targets: list[str]) -> dict[str, Any]:
         "group_size": group_size,
         "dynamic": False,
     }
-    # Without a format of its own a group is read as whatever its weights suggest.
+    # If a group names no format, readers guess one from its weights.
     return {
         "targets": targets,
         "weights": weights,
@@ -230,7 +230,7 @@ def _group(form: Format, targets: list[str]) -> dict[str, Any]:
 
 
 def _is_float_matrix(module: nn.Module, is_written_float: bool) -> bool:
-    """Return whether a module multiplies by a weight that is written in float, such as a Linear that was left alone."""
+    """Return whether a module has a matrix that is written in float, such as a Linear that was not quantized."""
     weight = getattr(module, "weight", None)
     matrix = isinstance(weight, Tensor) and weight.dim() == 2
     is_float = is_written_float or not isinstance(weight, QuantizedTensor)

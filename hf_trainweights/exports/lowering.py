@@ -1,7 +1,7 @@
-"""`lowered(model, target)`: a quantized model that consists of plain modules, plain tensors and a target's plain ops.
+"""`lowered(model, target)`: hold a quantized model as plain modules, plain tensors and plain ops of a target.
 
-Every exporter of PyTorch can trace such a model as it is, so none needs to know a quantized tensor and no graph is
-searched for patterns afterwards.
+Every exporter of PyTorch can trace such a model as it is. So no exporter needs to know quantized tensors, and no graph
+has to be searched for patterns afterwards.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 @contextlib.contextmanager
 def lowered(model: nn.Module, target: Target) -> Iterator[nn.Module]:
-    """Hold a model's quantized weights as plain buffers within the context; in place, and as before afterwards.
+    """Replace a model's quantized weights by plain buffers, in place, and restore the weights when the context ends.
 
-    A weight `<module>.<name>` becomes the buffers `<module>._<name>_qdata`, `_scale` and what else the target needs. A
-    float model stays as it is.
+    A weight `<module>.<name>` becomes the buffers `<module>._<name>_qdata`, `_scale` and others that the target needs.
+    A float model stays as it is.
     """
     tensors = _plain_tensors(model, target)
     with contextlib.ExitStack() as stack:
@@ -35,7 +35,7 @@ def lowered(model: nn.Module, target: Target) -> Iterator[nn.Module]:
 
 
 def _plain_tensors(model: nn.Module, target: Target) -> dict[QuantizedTensor, dict[str, Tensor]]:
-    """Return the tensors that stand for each quantized weight, the same ones wherever a tied weight is."""
+    """Return the plain tensors that replace each quantized weight; a tied weight has the same ones in all modules."""
     uses: dict[QuantizedTensor, set[Use]] = {}
     names: dict[QuantizedTensor, str] = {}
     for module_name, module in model.named_modules():
@@ -87,15 +87,15 @@ def _lowered_module(
             for key, tensor in tensors[weight].items():
                 module.register_buffer(f"_{name}_{key}", tensor)
             vars(module)[name] = LoweredWeight(module, name, tuple(tensors[weight]), weight, target)
-        # TorchScript would take them for tensors, as nn.Linear declares its weight.
+        # Otherwise TorchScript takes them for tensors, because nn.Linear declares its weight as one.
         vars(module)["__jit_ignored_attributes__"] = [name for name, _ in weights]
-        # By it a module refuses TorchScript as long as its weights are quantized.
+        # A module with quantized weights refuses TorchScript by this method. Now its tensors are plain.
         vars(module).pop("__prepare_scriptable__", None)
         yield
     finally:
         vars(module).clear()
         vars(module).update(attributes)
-        # In the same dicts, which others may hold, and in the same order.
+        # Refill the same dicts, because others may refer to them, and in the same order.
         module._parameters.clear()
         module._parameters.update(parameters)
         module._buffers.clear()
@@ -103,9 +103,9 @@ def _lowered_module(
 
 
 class LoweredWeight:
-    """Answers `F.linear` and `F.embedding` by a target's ops; for anything else it is the dequantized weight.
+    """A weight of a lowered module: `F.linear` and `F.embedding` use the target's ops, all else dequantizes it.
 
-    Its tensors are the module's buffers `_<name>_<key>`, read at each use, since exporters exchange them.
+    Its tensors are the module's buffers `_<name>_<key>`. They are read at each use, because exporters replace them.
     """
 
     def __init__(self, module: nn.Module, name: str, keys: tuple[str, ...], weight: QuantizedTensor, target: Target):
@@ -117,13 +117,13 @@ class LoweredWeight:
 
     @property
     def plain(self) -> PlainWeight:
-        """The weight as the plain tensors that its module holds."""
+        """The weight, with the plain tensors that its module holds now."""
         buffers = {key: getattr(self._module, f"_{self._name}_{key}") for key in self._keys}
         column_scale = buffers.pop(COLUMN_SCALE, None)
         return PlainWeight(self._format, self.dtype, self._stored_shape, buffers, column_scale)
 
     def dequantize(self) -> Tensor:
-        """Return the float weight, of the shape that the module knows."""
+        """Return the float weight in the shape that the module expects."""
         plain = self.plain
         weight = plain.scale_columns(self._target.dequantize(plain)).to(self.dtype)
         return weight.transpose(-1, -2) if self._transposed else weight
@@ -134,7 +134,7 @@ class LoweredWeight:
         return plain.scale_columns(self._target.look_up(plain, indices)).to(self.dtype)
 
     def __getattr__(self, name: str) -> Any:
-        # Python and PyTorch look for hooks of their own by names such as __torch_script__.
+        # Python and PyTorch look for hooks with names such as __torch_script__. This class has none.
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.dequantize(), name)
@@ -155,7 +155,7 @@ class LoweredWeight:
         if isinstance(second, cls) and second._is_matrix:
             if func is F.linear:
                 return second._target.linear(second.plain, first, kwargs.get("bias", third))
-            # With max_norm the lookup changes the weight.
+            # A lookup with max_norm changes the weight.
             if func is F.embedding and kwargs.get("max_norm") is None:
                 return second.look_up(first)
         return func(*map(_dequantized, args), **{name: _dequantized(value) for name, value in kwargs.items()})

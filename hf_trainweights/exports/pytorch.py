@@ -1,6 +1,7 @@
-"""`export_program` and `export_torchscript`: a quantized model as a file that PyTorch itself runs, from C++ too.
+"""`export_program` and `export_torchscript`: write a quantized model as a file that PyTorch itself runs, from C++ too.
 
-Annotations here are no texts, because TorchScript compiles a layer of this module and does not know such ones.
+This module does not import `annotations` from `__future__`: TorchScript compiles a layer of this module, and cannot
+read annotations that are strings.
 """
 
 import contextlib
@@ -35,25 +36,25 @@ def export_program(
 ) -> None:
     """Write one call of a quantized model's `forward` as a `.pt2` file, which PyTorch reads without this package.
 
-    The file holds the codes and scales; the program dequantizes each weight where it is used. A program of a model of
-    Transformers takes its tensors by name and returns a dict of tensors. Nothing is claimed for GPUs.
+    The file holds the codes and scales, and the program dequantizes each weight where it is used. A program of a model
+    of Transformers takes its tensors by name and returns a dict of tensors. No promise is made for GPUs.
 
     Args:
         model_or_directory: A model with quantized weights, or the directory of a quantized model.
         out: The file, which ends in `.pt2`. A file of that name is replaced.
         example_inputs: A tensor, a tuple or a dict of arguments; None for text and image models of Transformers.
         dynamic_shapes: Which dimensions are free, as for `torch.export.export`: a dict by names of arguments, in which
-            a model of Transformers may lack some. Default: none is.
+            arguments of a model of Transformers may be missing. By default no dimension is free.
         aot: Whether to compile the program ahead of time by AOTInductor, for `torch._inductor.aoti_load_package` and
             C++. It needs a C++ compiler.
 
     Raises:
-        ConfigError: `out` has another ending, the directory holds no whole model, nothing is quantized, the inputs are
-            missing, or `dynamic_shapes` names an argument that is not among them.
+        ConfigError: `out` has another ending, the directory holds no complete model, no weight is quantized, the inputs
+            are missing, or `dynamic_shapes` names an argument that is not among the inputs.
         CorruptFileError: A weight file of the directory is damaged.
         UnsupportedError: A weight is in a format that has no plain ops, or torch.export or the compiler cannot hold
-            the model; the error names the module that it stumbled over.
-        SaveError: `out` cannot be written; what was there before is untouched.
+            the model. The error names the module that caused it.
+        SaveError: `out` cannot be written. An earlier file there is untouched.
 
     Examples:
         >>> free = {"input_ids": {0: torch.export.Dim("batch")}}
@@ -63,7 +64,7 @@ def export_program(
     check_file_name(out, ".pt2")
     model = model_of(model_or_directory)
     inputs = Inputs.of(model, example_inputs)
-    # A module may change its weights when it leaves eval mode; those of the program are read where it is saved.
+    # Save within eval mode: saving reads the weights, and a module may change them when it leaves eval mode.
     with in_eval_mode(model):
         with lowered(model, Target()), torch.no_grad():
             program = _traced_program(model, inputs, dynamic_shapes)
@@ -87,7 +88,7 @@ def _traced_program(model: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> to
 
 
 def _called_by_name(model: PreTrainedModel, options: Mapping[str, Any], names: Sequence[str]) -> NamedCall:
-    """Return a model with a signature that names its arguments: torch.export finds no dimensions behind `**inputs`."""
+    """Give a model a signature that names its arguments: torch.export finds no dimensions behind `**inputs`."""
     call = NamedCall(model, options)
 
     def forward(**inputs: Tensor) -> dict[str, Tensor]:
@@ -99,7 +100,7 @@ def _called_by_name(model: PreTrainedModel, options: Mapping[str, Any], names: S
 
 
 def _shapes_of_all(tensors: Mapping[str, Tensor], dynamic_shapes: Any) -> Any:
-    """Return what torch.export wants: an entry for each argument, or nothing."""
+    """Add an entry for each argument that `dynamic_shapes` lacks, because torch.export expects all or no entries."""
     if not isinstance(dynamic_shapes, Mapping):
         return dynamic_shapes
     unknown = sorted(map(str, set(dynamic_shapes) - set(tensors)))
@@ -110,7 +111,7 @@ def _shapes_of_all(tensors: Mapping[str, Tensor], dynamic_shapes: Any) -> Any:
 
 
 def _saved_program(model: nn.Module, program: torch.export.ExportedProgram) -> memoryview:
-    """Return the file. It is put together in memory: of a full disk, PyTorch's own writer tells by a RuntimeError."""
+    """Build the file in memory, because on a full disk PyTorch's own writer raises a RuntimeError, not an OSError."""
     buffer = io.BytesIO()
     with tracer_errors(model, "torch.export", "Use export_torchscript."):
         torch.export.save(program, buffer)
@@ -119,7 +120,7 @@ def _saved_program(model: nn.Module, program: torch.export.ExportedProgram) -> m
 
 def _compile_program(model: nn.Module, program: torch.export.ExportedProgram, path: Path) -> None:
     with warnings.catch_warnings(), tracer_errors(model, "AOTInductor", "Leave out aot."):
-        # The compiler itself uses deprecated parts of PyTorch, TorchScript for one.
+        # The compiler itself uses deprecated parts of PyTorch, such as TorchScript.
         warnings.filterwarnings("ignore", message=".*torch.jit.*")
         warnings.simplefilter("ignore", FutureWarning)
         torch._inductor.aoti_compile_and_package(program, package_path=str(path))
@@ -134,29 +135,29 @@ def export_torchscript(
 ) -> None:
     """Write a quantized model as a TorchScript file, which PyTorch and libtorch read without this package.
 
-    The file holds the codes and scales; the program dequantizes each weight where it is used. A traced model of
+    The file holds the codes and scales, and the program dequantizes each weight where it is used. A traced model of
     Transformers takes its tensors in the order of `example_inputs` and returns a tuple of tensors.
 
     PyTorch deprecates TorchScript, and a FutureWarning says so. `export_program` writes a program of `torch.export`.
 
     Args:
         model_or_directory: A model with quantized weights, or the directory of a quantized model.
-        out: The file. One of that name is replaced.
+        out: The file. A file of that name is replaced.
         example_inputs: A tensor, a tuple or a dict of arguments, for tracing; None for text and image models of
             Transformers, and for scripting.
         method: `"trace"` records one call; `"script"` compiles the modules' code, with its control flow and with all
             methods that are marked `@torch.jit.export`. Transformers' models cannot be compiled.
         optimize: Whether to freeze the model and let `torch.jit.optimize_for_inference` rewrite it. Freezing
             dequantizes the weights, so the file is as large as that of a float model. The outputs of a float32 model
-            stay within 1e-6, those of a bfloat16 model move by about 1% of their norm. PyTorch 2.13 cannot save such a
-            file of a float8 embedding that a method besides `forward` reads.
+            stay within 1e-6, the outputs of a bfloat16 model change by about 1% of their norm. PyTorch 2.13 cannot save
+            such a file if a method besides `forward` reads a float8 embedding.
 
     Raises:
-        ConfigError: `method` is wrong, the directory holds no whole model, nothing is quantized, or the inputs are
+        ConfigError: `method` is wrong, the directory holds no complete model, no weight is quantized, or the inputs are
             missing.
         CorruptFileError: A weight file of the directory is damaged.
-        UnsupportedError: TorchScript cannot hold the model; the error names the module that it stumbled over.
-        SaveError: `out` cannot be written; what was there before is untouched.
+        UnsupportedError: TorchScript cannot hold the model. The error names the module that caused it.
+        SaveError: `out` cannot be written. An earlier file there is untouched.
 
     Examples:
         >>> export_torchscript("models/bert-int8", "bert.pt")  # doctest: +SKIP
@@ -176,7 +177,7 @@ def export_torchscript(
 
 
 def torchscript_bytes(model: nn.Module, example_inputs: ExampleInputs | None = None) -> bytes:
-    """Return the TorchScript file of any model, float or quantized: traced where there are inputs, else compiled."""
+    """Return the TorchScript file of a float or quantized model: traced if there are inputs, else compiled."""
     is_traced = example_inputs is not None or isinstance(model, PreTrainedModel)
     inputs = Inputs.of(model, example_inputs) if is_traced else None
     with _without_deprecation(), in_eval_mode(model), lowered(model, Target()):
@@ -184,12 +185,12 @@ def torchscript_bytes(model: nn.Module, example_inputs: ExampleInputs | None = N
 
 
 def _compiled(model: nn.Module, inputs: Inputs | None) -> Any:
-    """Return a model of plain tensors, in eval mode, as TorchScript: traced, or compiled if there are no inputs."""
+    """Trace a lowered model in eval mode as TorchScript, or compile it if there are no inputs."""
     with torch.no_grad():
         if inputs is None:
             next_step = 'Use method="trace", or export_program or export_onnx.'
-            with _scripted_layers(model) as whole, tracer_errors(whole, "TorchScript", next_step):
-                return torch.jit.script(whole)
+            with _scripted_layers(model) as scriptable, tracer_errors(scriptable, "TorchScript", next_step):
+                return torch.jit.script(scriptable)
         return _traced(model, inputs)
 
 
@@ -200,21 +201,21 @@ def _traced(model: nn.Module, inputs: Inputs) -> Any:
         call = OrderedCall(model, list(tensors), options).eval()
         with tracer_errors(model, "TorchScript", next_step):
             return torch.jit.trace(call, tuple(tensors.values()))
-    # Tracing compiles those methods that are marked torch.jit.export.
-    with _scripted_layers(model) as whole, tracer_errors(whole, "TorchScript", next_step):
+    # Tracing compiles the methods that are marked torch.jit.export, so layers must be ones that can be compiled.
+    with _scripted_layers(model) as scriptable, tracer_errors(scriptable, "TorchScript", next_step):
         if inputs.kwargs:
-            return torch.jit.trace(whole, example_kwarg_inputs=inputs.kwargs)
-        return torch.jit.trace(whole, inputs.args)
+            return torch.jit.trace(scriptable, example_kwarg_inputs=inputs.kwargs)
+        return torch.jit.trace(scriptable, inputs.args)
 
 
 def _serialized(model: nn.Module, script: Any, optimize: bool) -> bytes:
-    """Return the file. It is put together in memory: of a full disk, PyTorch's own writer tells by a RuntimeError."""
+    """Build the file in memory, because on a full disk PyTorch's own writer raises a RuntimeError, not an OSError."""
     with tracer_errors(model, "TorchScript", "Leave out optimize." if optimize else "Use export_program."):
         return (_optimized(script) if optimize else script).save_to_buffer()
 
 
 def _optimized(script: Any) -> Any:
-    """Freeze a module, with all its methods."""
+    """Freeze and optimize a module with all its methods."""
     methods = [name for name in script._c._method_names() if name != "forward"]
     frozen = torch.jit.freeze(script.eval(), preserved_attrs=methods)
     return torch.jit.optimize_for_inference(frozen, other_methods=methods)
@@ -222,7 +223,7 @@ def _optimized(script: Any) -> Any:
 
 @contextlib.contextmanager
 def _scripted_layers(model: nn.Module) -> Iterator[nn.Module]:
-    """Hold layers that TorchScript compiles in the place of lowered ones within the context, where there are any."""
+    """Replace lowered layers by layers that TorchScript can compile, and put them back when the context ends."""
     layers = {module: layer for module in model.modules() if (layer := _scripted_layer(module)) is not None}
     parents = [(parent, dict(parent._modules)) for parent in model.modules()]
     try:
@@ -235,13 +236,13 @@ def _scripted_layers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 class _ScriptedLayer(nn.Module):
-    """A lowered Linear or Embedding of plain tensors, with the sizes that its model may ask it for."""
+    """A lowered Linear or Embedding that TorchScript can compile, with the sizes that its model may read from it."""
 
     def __init__(self, module: nn.Module, example: Tensor, **sizes: int):
         super().__init__()
         for name, size in sizes.items():
             setattr(self, name, size)
-        # What a format needs is recorded, because TorchScript compiles little of Python.
+        # The ops of a format are traced, because TorchScript can compile only little of Python.
         self.recorded: Any = torch.jit.trace(module, example, check_trace=False)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
@@ -250,7 +251,7 @@ class _ScriptedLayer(nn.Module):
 
 
 def _scripted_layer(module: Any) -> nn.Module | None:
-    """Return the module that TorchScript compiles in the place of a lowered one; None for one that it leaves alone."""
+    """Return a layer that TorchScript can compile in place of a lowered module; None if the module needs none."""
     weight = vars(module).get("weight")
     if isinstance(weight, LoweredWeight):
         if type(module).forward is nn.Linear.forward:
@@ -266,9 +267,9 @@ def _scripted_layer(module: Any) -> nn.Module | None:
 
 @contextlib.contextmanager
 def _without_deprecation() -> Iterator[None]:
-    """Keep PyTorch from saying at each step that TorchScript is deprecated: `DEPRECATION` says it once."""
+    """Suppress PyTorch's warnings at each step that TorchScript is deprecated: `DEPRECATION` says it once."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"`torch\.jit\.\w+` is ")
-        # TorchScript reads all properties of a model, also those that Transformers is about to remove.
+        # TorchScript reads all properties of a model, including a deprecated one of Transformers, which warns.
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
         yield

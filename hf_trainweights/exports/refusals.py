@@ -1,4 +1,4 @@
-"""What an export cannot do, as errors that say what to do: a package is missing, a tracer gives up, a name is none."""
+"""Errors that several exports raise: a package is missing, a file name is wrong, or a tracer fails."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import nn
 from hf_trainweights.errors import ConfigError, TrainWeightsError, UnsupportedError
 
 _SHOWN_CHARACTERS = 500
-# What PyTorch's frames call the module that they are at: in a module's own code, and where TorchScript compiles it.
-_LOCALS = ("self", "nn_module")
+# The local variables that refer to a module, in the frames of the module's own code and of TorchScript's compiler.
+_MODULE_VARIABLES = ("self", "nn_module")
 
 
 def require(name: str, extra: Literal["onnx", "gguf"]) -> Any:
-    """Import a module that an extra brings; UnsupportedError: it is not installed."""
+    """Import a module of a package that an extra of this package installs; UnsupportedError: it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -28,7 +28,7 @@ def require(name: str, extra: Literal["onnx", "gguf"]) -> Any:
 
 
 def check_file_name(out: Path, suffix: str) -> None:
-    """Check that the name of a file to write has an ending and is no directory's; else ConfigError."""
+    """Check that a file to write has the ending `suffix` and is no directory; else ConfigError."""
     if out.suffix != suffix or out.is_dir():
         file = out / f"model{suffix}" if out.is_dir() else out.with_suffix(suffix)
         raise ConfigError("out", f"a file that ends in {suffix}", str(out), f"Write to {file}, for example.")
@@ -36,38 +36,38 @@ def check_file_name(out: Path, suffix: str) -> None:
 
 @contextlib.contextmanager
 def tracer_errors(model: nn.Module, tracer: str, next_step: str) -> Iterator[None]:
-    """Turn errors of a tracer, but not those of a disk, into UnsupportedErrors that name the innermost module."""
+    """Turn errors of a tracer, but not of a disk, into an UnsupportedError that names the innermost failing module."""
     try:
         yield
     except (TrainWeightsError, Warning):
         raise
-    # Tracers have dozens of errors of their own, most of them private.
+    # Tracers have dozens of error classes, most of them private.
     except Exception as error:
-        if isinstance(error, OSError) and error.errno is not None:  # without a number: source code that is missing
+        if isinstance(error, OSError) and error.errno is not None:  # an OSError without number: missing source code
             raise
-        where = _place(model, error)
-        found = f"{type(error).__name__}: {str(error).strip()[:_SHOWN_CHARACTERS]}"
-        raise UnsupportedError(where, f"a module that {tracer} can hold", found, next_step) from error
+        where = _failing_module(model, error)
+        reason = f"{type(error).__name__}: {str(error).strip()[:_SHOWN_CHARACTERS]}"
+        raise UnsupportedError(where, f"a module that {tracer} can hold", reason, next_step) from error
 
 
-def _place(model: nn.Module, error: BaseException) -> str:
-    """Return the class of a model and, if an error came out of one of its modules, the name of the innermost one."""
+def _failing_module(model: nn.Module, error: BaseException) -> str:
+    """Return the class of a model and, if an error arose in one of its modules, the name of the innermost module."""
     names = {module: name for name, module in model.named_modules() if name}
-    place = type(model).__name__
+    where = type(model).__name__
     cause: BaseException | None = error
     while cause is not None:
         module = _innermost(names, cause.__traceback__)
         if module is not None:
-            place = f"{type(model).__name__}.{names[module]}"
-        # The error that came first knows best.
+            where = f"{type(model).__name__}.{names[module]}"
+        # The first error of the chain is nearest to the fault, so its module replaces the others.
         cause = cause.__cause__ or cause.__context__
-    return place
+    return where
 
 
 def _innermost(names: dict[nn.Module, str], traceback: TracebackType | None) -> nn.Module | None:
-    found = None
+    innermost = None
     while traceback is not None:
-        held = (traceback.tb_frame.f_locals.get(name) for name in _LOCALS)
-        found = next((each for each in held if isinstance(each, nn.Module) and each in names), found)
+        values = (traceback.tb_frame.f_locals.get(name) for name in _MODULE_VARIABLES)
+        innermost = next((value for value in values if isinstance(value, nn.Module) and value in names), innermost)
         traceback = traceback.tb_next
-    return found
+    return innermost

@@ -1,4 +1,4 @@
-"""A model as exports take it: in memory, in eval mode, called with tensors that need no Transformers to be read."""
+"""Prepare a model for an export: load it, put it into eval mode, and call it with plain tensors alone."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 _BATCH, _LENGTH = 2, 8
 
-# Inputs as a caller may give them: one tensor, several in order, or several by name.
+# The inputs that a caller passes: one tensor, several arguments in order, or several by name.
 ExampleInputs = Tensor | Sequence[Any] | Mapping[str, Any]
 
 
 def model_of(source: nn.Module | str | os.PathLike[str], dtype: torch.dtype | str = "auto") -> Any:
-    """Return a quantized model as it is, or the one that was saved to a directory, in the dtypes it was saved in.
+    """Return a quantized model as it is, or load it from a directory, by default in the dtypes that it was saved in.
 
-    ConfigError: nothing in it is quantized.
+    ConfigError: no parameter of the model is quantized.
     """
     model = source if isinstance(source, nn.Module) else load_saved(source, dtype=dtype)
     if not any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters()):
@@ -39,9 +39,9 @@ def model_of(source: nn.Module | str | os.PathLike[str], dtype: torch.dtype | st
 
 
 def tensors_to_write(model: PreTrainedModel) -> dict[str, Any]:
-    """Return all tensors of a model by name, a tied weight once, a coded one as int8 with the same tensors.
+    """Return all tensors of a model by name. A tied weight is there once, a coded weight is an int8 weight.
 
-    UnsupportedError: the model has adapters, or is none of Transformers.
+    UnsupportedError: the model has adapters, or is no model of Transformers.
     """
     if has_adapters(model):
         raise UnsupportedError("model", "a model by itself", "one with adapters", "Save them, then delete_adapter.")
@@ -59,16 +59,16 @@ def _as_int8(value: Any) -> Any:
 
 @contextlib.contextmanager
 def in_eval_mode(model: Any) -> Iterator[Any]:
-    """Hold a model in eval mode within the context; afterwards each module is in its own mode again.
+    """Put a model into eval mode, and put each module back into its own mode when the context ends.
 
-    Modules are told, because some do more than note it: they merge an adapter, for example.
+    The modules' `eval` and `train` are called, because some do more than set a flag, such as merge an adapter.
     """
     modes = {module: module.training for module in model.modules()}
     try:
         model.eval()
         yield model
     finally:
-        # A module comes before those in it, which it tells in turn.
+        # A module comes before its submodules, and its `train` changes their modes too.
         for module, training in modes.items():
             if module.training != training:
                 module.train(training)
@@ -83,16 +83,16 @@ class Inputs:
 
     @classmethod
     def of(cls, model: nn.Module, example_inputs: ExampleInputs | None) -> Inputs:
-        """Return what is given, or inputs that fit a model of Transformers; ConfigError: these are none."""
+        """Return example inputs as arguments, or make some for a model of Transformers; ConfigError: neither works."""
         if example_inputs is None:
             example_inputs = _made_up(model)
         if not isinstance(example_inputs, Tensor | Sequence | Mapping) or isinstance(example_inputs, str | bytes):
-            found, next_step = type(example_inputs).__name__, "Pass what model(*inputs) or model(**inputs) takes."
-            raise ConfigError("example_inputs", "a tensor, a tuple or a dict of arguments", found, next_step)
+            kind, next_step = type(example_inputs).__name__, "Pass what model(*inputs) or model(**inputs) takes."
+            raise ConfigError("example_inputs", "a tensor, a tuple or a dict of arguments", kind, next_step)
         if isinstance(example_inputs, Mapping):
             return cls(kwargs=_without_cache(model, example_inputs))
         inputs = cls((example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs))
-        # Models of Transformers are called by name.
+        # Models of Transformers take all arguments by name.
         return cls.of(model, inputs.by_name(model)) if isinstance(model, PreTrainedModel) else inputs
 
     def by_name(self, model: nn.Module) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class Inputs:
         return {**dict(zip(names, self.args, strict=False)), **self.kwargs}
 
     def split(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the arguments of a model of Transformers that are tensors, and the others, both by name."""
+        """Return the tensors among the named arguments, and the other named arguments."""
         tensors = {name: value for name, value in self.kwargs.items() if isinstance(value, Tensor)}
         return tensors, {name: value for name, value in self.kwargs.items() if name not in tensors}
 
@@ -132,7 +132,7 @@ def _image(model: PreTrainedModel) -> Tensor:
 
 
 def _without_cache(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return inputs that ask a decoder for no cache, unless they bring one: its parts would be outputs of the file."""
+    """Tell a decoder to return no cache, unless the inputs ask for one: its tensors would be outputs of the file."""
     has_cache, asks = bool(cache_argument(model)), not inputs.keys().isdisjoint({"use_cache", *CACHE_ARGUMENTS})
     return {**inputs, "use_cache": False} if has_cache and not asks else dict(inputs)
 
@@ -140,7 +140,7 @@ def _without_cache(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any
 class NamedCall(nn.Module):
     """A model of Transformers that takes tensors by name and returns a dict of tensors.
 
-    Its options are arguments that are no tensors, the same at every call.
+    The options are the arguments that are no tensors. They are the same at every call.
     """
 
     def __init__(self, model: PreTrainedModel, options: Mapping[str, Any]):
@@ -148,19 +148,19 @@ class NamedCall(nn.Module):
         self.model, self._options = model, dict(options)
 
     def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
-        """Call the model; what it returns besides tensors, such as a cache, is left out."""
+        """Call the model, and leave out outputs that are no tensors, such as a cache."""
         return dict(_named_tensors(self.model(**inputs, **self._options)))
 
 
 def _named_tensors(outputs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a model's outputs, those within others, such as of the parts of SigLIP, by both names."""
+    """Yield the tensors of a model's outputs. The name of a nested one, as SigLIP has, is `<outer>.<inner>`."""
     for name, value in outputs.items():
         if isinstance(value, Tensor):
             yield f"{prefix}{name}", value
         elif isinstance(value, Mapping):
             yield from _named_tensors(value, f"{prefix}{name}.")
         elif isinstance(value, tuple):
-            yield from _named_tensors({str(index): each for index, each in enumerate(value)}, f"{prefix}{name}.")
+            yield from _named_tensors({str(index): item for index, item in enumerate(value)}, f"{prefix}{name}.")
 
 
 class OrderedCall(nn.Module):

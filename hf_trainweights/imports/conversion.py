@@ -1,4 +1,4 @@
-"""A checkpoint of another quantizer: its tensors, what its model says of them, and their files in this layout."""
+"""Convert a checkpoint of another quantizer: read its tensors, ask its model for shapes, and write this layout."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from hf_trainweights.models.saving.saved_tensors import matrices_in_checkpoint
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import flatten_weight
 
-# Bytes that wait, in files without names, until they are written together: a loader opens each shard.
+# Converted tensors wait in unnamed files until they have so many bytes. A loader opens each shard, so few are better.
 _SHARD_BYTES = 1 << 29
-# Codes have 2 bits or more, and a tied weight that files hold once is counted twice.
+# Four codes of 2 bits, the fewest, fit into a byte. A tied weight is in the files once and is counted twice.
 _WEIGHTS_PER_BYTE = 8
 
 
 class Source:
-    """The tensors of a model's weight files, safetensors or `.bin`, whole or sharded; nothing in them is executed.
+    """The tensors of a model's weight files, one or several, safetensors or `.bin`; no code in them is executed.
 
-    ConfigError: there are no files under names that Transformers looks for. CorruptFileError: one is missing, damaged,
-    no regular file, or holds more than plain tensors; or two have a tensor of the same name.
+    ConfigError: the directory has no weight files under the names that Transformers looks for. CorruptFileError: a file
+    is missing, damaged, no regular file, or holds more than plain tensors; or two files have a tensor of the same name.
     """
 
     def __init__(self, directory: Path):
@@ -64,11 +64,11 @@ class Source:
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor by its name, a view of the mapped file."""
-        with torch.device("cpu"):  # else safetensors makes it on the default device
+        with torch.device("cpu"):  # else safetensors creates the tensor on the default device
             return self._readers[name](name)
 
     def modules(self) -> dict[str, dict[str, str]]:
-        """Return the tensors by the module that they belong to: module to last part of the name to whole name."""
+        """Return the names of the tensors of each module, by the last part of the name."""
         modules: dict[str, dict[str, str]] = defaultdict(dict)
         for name in sorted(self._readers):
             module, _, leaf = name.rpartition(".")
@@ -77,7 +77,7 @@ class Source:
 
 
 def _readers(path: Path) -> tuple[dict[str, Callable[[str], Tensor]], dict[str, str]]:
-    """Return by name what reads each tensor of a file, and the metadata of its header."""
+    """Return functions that read the tensors of a file, by the tensors' names, and the metadata of its header."""
     if path.suffix == ".safetensors":
         file: Any = safe_open(path, framework="pt")
         get: Callable[[str], Tensor] = file.get_tensor
@@ -87,15 +87,16 @@ def _readers(path: Path) -> tuple[dict[str, Callable[[str], Tensor]], dict[str, 
     for name, tensor in tensors.items():
         plain = tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type == "cpu"
         if not isinstance(name, str) or not plain:
-            found = f"{name!r} to a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device.type}"
-            raise CorruptFileError(str(path), "names to plain tensors with values", found, AGAIN)
+            entry = f"{name!r} to a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device.type}"
+            raise CorruptFileError(str(path), "names to plain tensors with values", entry, AGAIN)
     return dict.fromkeys(tensors, tensors.__getitem__), {}
 
 
 class Skeleton:
-    """A model without weights, whose files have so many bytes.
+    """A model on the meta device, which knows the shapes and names of its weights; its files have `size_bytes`.
 
-    UnsupportedError: its class cannot be built of its configuration; CorruptFileError: the files are too small for it.
+    UnsupportedError: the class cannot be built from the configuration. CorruptFileError: the files are too small for
+    the weights that the configuration asks for.
     """
 
     def __init__(self, cls: type[PreTrainedModel], config: PretrainedConfig, size_bytes: int):
@@ -107,27 +108,27 @@ class Skeleton:
         except Warning:
             raise
         except Exception as error:
-            # What is wrong in a configuration, Transformers tells by whatever error that leads to.
-            expected, found = f"what {cls.__name__} can be built of", f"{type(error).__name__}: {error}"[:200]
-            raise UnsupportedError(CONFIG_NAME, expected, found, CONFIG_AGAIN) from error
+            # Transformers checks few settings, so a wrong one may raise an error of any class.
+            expected, reason = f"what {cls.__name__} can be built of", f"{type(error).__name__}: {error}"[:200]
+            raise UnsupportedError(CONFIG_NAME, expected, reason, CONFIG_AGAIN) from error
         count = self._model.num_parameters()
         if count > _WEIGHTS_PER_BYTE * size_bytes:
             name, largest = max(self._model.named_parameters(), key=lambda named: named[1].numel())
             expected = f"a model whose weights {size_bytes} bytes can hold"
-            found = f"{count} weights, most of them in {name} of shape {tuple(largest.shape)}"
-            raise CorruptFileError(CONFIG_NAME, expected, found, CONFIG_AGAIN)
+            counted = f"{count} weights, most of them in {name} of shape {tuple(largest.shape)}"
+            raise CorruptFileError(CONFIG_NAME, expected, counted, CONFIG_AGAIN)
 
     def names_in_checkpoint(self, names: Iterable[str]) -> dict[str, str]:
-        """Return under which name a checkpoint holds each of some matrices, where that is another one."""
+        """Return the checkpoint's names of those matrices that the model calls otherwise, by the model's names."""
         parameters = dict(self._model.named_parameters())
         shapes = {name: tuple(parameters[name].shape) for name in names if name in parameters}
         shapes = {name: shape for name, shape in shapes.items() if len(shape) == 2}
-        found = matrices_in_checkpoint(self._model, shapes) if shapes else {}
-        alone = {name: next(iter(each)) for name, each in found.items() if each is not None and len(each) == 1}
+        matrices = matrices_in_checkpoint(self._model, shapes) if shapes else {}
+        alone = {name: next(iter(rows)) for name, rows in matrices.items() if rows is not None and len(rows) == 1}
         return {name: saved for name, saved in alone.items() if saved != name}
 
     def transposed_modules(self) -> set[str]:
-        """Return the modules that keep their weight transposed, with and without the prefix of the base model."""
+        """Return the modules that keep their weight transposed, by name with and without the base model's prefix."""
         names = {
             name
             for name, module in self._model.named_modules()
@@ -137,10 +138,10 @@ class Skeleton:
         return names | {name.removeprefix(base_prefix(self._model)) for name in names}
 
     def merged_experts(self) -> dict[str, tuple[tuple[int, ...], dict[str, slice]]]:
-        """Return the weights that a checkpoint holds expert by expert.
+        """Return the weights of experts that the model merges and a checkpoint holds as one matrix for each expert.
 
-        By full name, these are the shape `[E, N, K]` and the modules of the matrices, each with its rows among those of
-        all experts.
+        For each weight, by its full name, that is its shape `[E, N, K]`, and the name of each matrix's module with the
+        rows that the matrix takes among the `E * N` rows of the weight.
         """
         shapes: dict[str, tuple[int, ...]] = {}
         for module_name, module in self._model.named_modules():
@@ -149,16 +150,16 @@ class Skeleton:
                     shapes[f"{module_name}.{leaf}"] = tuple(parameter.shape)
         matrices = matrices_in_checkpoint(self._model, shapes) if shapes else {}
         return {
-            name: (shapes[name], {saved.removesuffix(".weight"): rows for saved, rows in each.items()})
-            for name, each in matrices.items()
-            if each is not None
+            name: (shapes[name], {saved.removesuffix(".weight"): rows for saved, rows in saved_rows.items()})
+            for name, saved_rows in matrices.items()
+            if saved_rows is not None
         }
 
 
 def convert(source: Source, layout: Layout, skeleton: Skeleton, target: Path) -> Counter[Format]:
     """Write a checkpoint in this package's layout into an empty directory, and count the weights of each format.
 
-    ConfigError: none is quantized; UnsupportedError: no format can hold one exactly.
+    ConfigError: no weight is quantized. UnsupportedError: no format can hold a weight exactly.
     """
     formats: Counter[Format] = Counter()
     shards, waiting, waiting_bytes = 0, {}, 0
@@ -173,8 +174,8 @@ def convert(source: Source, layout: Layout, skeleton: Skeleton, target: Path) ->
     if waiting:
         weight_map |= _write_shard(target, shards + 1, waiting)
     if not formats:
-        found = "none: its weights are float, or lie under names that its layout does not have"
-        raise ConfigError(str(source.directory), "quantized weights, as config.json says", found, AGAIN)
+        reason = "none: its weights are float, or lie under names that its layout does not have"
+        raise ConfigError(str(source.directory), "quantized weights, as config.json says", reason, AGAIN)
     index = {"metadata": {}, "weight_map": weight_map}
     (target / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     return formats
@@ -194,40 +195,40 @@ def _write_shard(target: Path, number: int, tensors: dict[str, Tensor]) -> dict[
 def _converted(
     source: Source, layout: Layout, skeleton: Skeleton, formats: Counter[Format], spill: Spill
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors of each module, then those of merged experts, and count the formats."""
+    """Yield the tensors of each module, then the tensors of merged experts, and count the formats."""
     modules, transposed = source.modules(), skeleton.transposed_modules()
     experts = skeleton.merged_experts()
-    of_experts = {module for _, matrices in experts.values() for module in matrices}
+    expert_modules = {module for _, matrices in experts.values() for module in matrices}
     for module, leaves in modules.items():
-        weight = None if module in of_experts else _read(source, layout, module, leaves)
+        weight = None if module in expert_modules else _read(source, layout, module, leaves)
         if weight is not None:
             if module in transposed:
                 weight = QuantizedTensor(weight.tensors, weight.format, weight.stored_shape, weight.dtype, True)
             formats[weight.format] += 1
             yield flatten_weight(f"{module}.weight", weight.map(spill.keep), default=None)
             leaves = {leaf: name for leaf, name in leaves.items() if leaf not in layout.leaves and leaf != "weight"}
-        if module not in of_experts:
+        if module not in expert_modules:
             yield {name: source.tensor(name) for name in leaves.values()}
     for name, (shape, matrices) in experts.items():
-        read = (_read(source, layout, module, modules.get(module, {})) for module in matrices)
-        kept = (None if part is None else part.map(spill.keep) for part in read)
-        parts = dict(zip(matrices, kept, strict=True))
-        if all(part is None for part in parts.values()):
+        weights = (_read(source, layout, module, modules.get(module, {})) for module in matrices)
+        spilled = (None if weight is None else weight.map(spill.keep) for weight in weights)
+        expert_weights = dict(zip(matrices, spilled, strict=True))
+        if all(weight is None for weight in expert_weights.values()):
             yield {saved: source.tensor(saved) for module in matrices for saved in modules.get(module, {}).values()}
             continue
         _check_nothing_beside(source, layout, [modules[module] for module in matrices if module in modules])
-        merged = _merge(name, shape, parts, matrices, spill)
+        merged = _merge(name, shape, expert_weights, matrices, spill)
         formats[merged.format] += 1
         yield flatten_weight(name, merged, default=None)
 
 
 def _read(source: Source, layout: Layout, module: str, leaves: dict[str, str]) -> QuantizedTensor | None:
-    read = layout.leaves | {"weight"}
-    return layout.read(module, {leaf: source.tensor(name) for leaf, name in leaves.items() if leaf in read})
+    leaves_to_read = layout.leaves | {"weight"}
+    return layout.read(module, {leaf: source.tensor(name) for leaf, name in leaves.items() if leaf in leaves_to_read})
 
 
 def _check_nothing_beside(source: Source, layout: Layout, experts: Iterable[Mapping[str, str]]) -> None:
-    """Check that experts have no tensors but zeros beside their quantized weights, such as a bias; UnsupportedError."""
+    """Check that all tensors beside the experts' quantized weights, such as a bias, are zero; else UnsupportedError."""
     for leaves in experts:
         for leaf, name in leaves.items():
             if leaf not in layout.leaves | {"weight"} and bool(source.tensor(name).any()):
@@ -237,24 +238,24 @@ def _check_nothing_beside(source: Source, layout: Layout, experts: Iterable[Mapp
 def _merge(
     name: str,
     shape: tuple[int, ...],
-    parts: dict[str, QuantizedTensor | None],
+    expert_weights: dict[str, QuantizedTensor | None],
     matrices: dict[str, slice],
     spill: Spill,
 ) -> QuantizedTensor:
-    """Return the weight `[E, N, K]` of all experts, from its matrices by their modules and the rows of each."""
-    first = next(part for part in parts.values() if part is not None)
+    """Merge the experts' matrices into one weight `[E, N, K]`; `matrices` has the rows of each, by its module."""
+    first = next(weight for weight in expert_weights.values() if weight is not None)
     specs = first.format.tensor_specs(shape, first.scale_dtype)
     merged = {key: spill.empty(*spec) for key, spec in specs.items()}
-    for module, part in parts.items():
-        if part is None:
+    for module, weight in expert_weights.items():
+        if weight is None:
             raise CorruptFileError(module, "a quantized weight, as of the other experts", "none", AGAIN)
-        if (part.format, part.scale_dtype) != (first.format, first.scale_dtype):
-            found = f"{first.format} and {part.format} with scales in {first.scale_dtype} and {part.scale_dtype}"
-            raise UnsupportedError(name, "experts of one format", found, FROM_FLOAT)
+        if (weight.format, weight.scale_dtype) != (first.format, first.scale_dtype):
+            pair = f"{first.format} and {weight.format} with scales in {first.scale_dtype} and {weight.scale_dtype}"
+            raise UnsupportedError(name, "experts of one format", pair, FROM_FLOAT)
         rows = matrices[module]
-        if tuple(part.stored_shape) != (rows.stop - rows.start, shape[-1]):
+        if tuple(weight.stored_shape) != (rows.stop - rows.start, shape[-1]):
             expected = f"shape {(rows.stop - rows.start, shape[-1])}, as config.json has it"
-            raise CorruptFileError(f"{module}.weight", expected, f"{tuple(part.stored_shape)}", AGAIN)
-        for key, tensor in part.tensors.items():
+            raise CorruptFileError(f"{module}.weight", expected, f"{tuple(weight.stored_shape)}", AGAIN)
+        for key, tensor in weight.tensors.items():
             merged[key].flatten(0, -2)[rows] = tensor
     return QuantizedTensor(merged, first.format, shape, first.scale_dtype)

@@ -1,8 +1,8 @@
-"""import_directory: a model that another quantizer wrote, as a directory of this package.
+"""`import_directory`: write a model of another quantizer as a directory of this package.
 
-The files are converted one module at a time into a directory beside the target, and that is loaded and saved like any
-other model. So an import that Transformers cannot load whole is refused before anything is put in its place, and what
-is written follows every convention of `save_pretrained`.
+The files are converted one module at a time into a directory beside the target. The converted model is then loaded and
+saved like any other model. So a model of which Transformers cannot load every tensor is refused before the target
+appears, and the target follows every convention of `save_pretrained`.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from hf_trainweights.models.loading.saved_models import (
 from hf_trainweights.models.loading.stored_weights import saved_class
 from hf_trainweights.models.saving.new_directories import copy_companions, new_directory, require_vacant_directory
 
-# Where config.json describes a quantized model; compressed-tensors used the second before Transformers knew it.
+# Keys of config.json that describe a quantized model. compressed-tensors used the second before Transformers knew it.
 _KEYS = ("quantization_config", "compression_config")
-# Files of GPTQ, AWQ and ModelOpt that did so before, with the `quant_method` that they may leave out.
+# Older models of GPTQ, AWQ and ModelOpt have a file of their own for it, which may leave out this `quant_method`.
 _DESCRIPTIONS = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
-# Settings that AWQ calls otherwise there.
+# AWQ's names of two settings in its file, and their names in config.json.
 _OLD_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
 
 
 def import_directory(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> Summary:
-    """Write a model that another quantizer quantized in this package's layout, without quantizing it again.
+    """Write a model that another quantizer made in this package's layout, without quantizing it again.
 
-    Codes and scales are moved, so the weights stand for the values that they stood for before. What the layout says
-    about activations and caches is left out. The source stays as it is, and nothing in it is executed.
+    Codes and scales are copied, so the weights have the same values as before. Settings for activations and caches are
+    left out. The source stays as it is, and no code in it is executed.
 
     Args:
         source: Directory or Hub id of a model in a layout of compressed-tensors, GPTQ, AWQ, bitsandbytes (int8),
@@ -59,11 +59,11 @@ def import_directory(source: str | os.PathLike[str], out: str | os.PathLike[str]
         The choice for each parameter.
 
     Raises:
-        ConfigError: `out` is not empty; the source is missing, cannot be read, has an adapter, is of no class of
-            Transformers, lacks weights, or is of no layout that is known.
+        ConfigError: `out` is not empty; or the source is missing, cannot be read, has an adapter, is of no class of
+            Transformers, lacks weights, or has an unknown layout.
         CorruptFileError: A file of the source is damaged, or tensors do not fit each other.
-        UnsupportedError: No format of this package can hold a weight exactly, or the class has no place for a tensor
-            that is not zero; it is named.
+        UnsupportedError: No format of this package can hold a weight exactly, or the model's class lacks a parameter
+            for a tensor that is not zero. The error names the tensor.
         SaveError: `out` cannot be written.
 
     Examples:
@@ -81,7 +81,7 @@ def import_directory(source: str | os.PathLike[str], out: str | os.PathLike[str]
         expected, next_step = "a class of Transformers in config.json's architectures", "Other models are not read."
         raise ConfigError(str(source), expected, name, next_step)
     skeleton = Skeleton(cls, saved, files.size_bytes)
-    # torchao describes tensors by the names of the model, which a checkpoint may not have.
+    # torchao's metadata uses the model's names of tensors, which may differ from the names in the checkpoint.
     described_names = skeleton.names_in_checkpoint(files.metadata)
     metadata = {described_names.get(name, name): text for name, text in files.metadata.items()}
     layout = layout_of(described, metadata)
@@ -107,15 +107,15 @@ def _folder(source: str | os.PathLike[str]) -> Path:
         return download(str(source))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
-        # The Hub's own text of a name that it cannot have says nothing of the directory that was meant.
+        # For a path that does not exist the Hub complains of an invalid repository name, which would mislead the user.
         is_name = "/" in str(source) and not isinstance(error, HFValidationError)
-        found = reason if os.path.lexists(source) or is_name else "nothing there"
+        failure = reason if os.path.lexists(source) or is_name else "nothing there"
         next_step = "Give a directory, or the name of a repository on the Hub."
-        raise ConfigError(str(source), "a quantized model", found, next_step) from error
+        raise ConfigError(str(source), "a quantized model", failure, next_step) from error
 
 
 def _read_json(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the description of the quantized weights, and the configuration without it."""
+    """Return the description of the quantized weights, and the configuration without this description."""
     file = folder / CONFIG_NAME
     try:
         config = read_json_object(file, AGAIN)
@@ -130,7 +130,7 @@ def _read_json(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _read_description(folder: Path) -> dict[str, Any]:
-    """Return the description of the quantized weights in a file of its own, as the first GPTQ and AWQ models have."""
+    """Read the description of the quantized weights from the separate file of older GPTQ and AWQ models."""
     for name, method in _DESCRIPTIONS.items():
         if (folder / name).is_file():
             return {"quant_method": method} | read_json_object(folder / name, AGAIN)
@@ -153,7 +153,7 @@ def _load(folder: Path, converted: Path) -> PreTrainedModel:
     try:
         return load_saved(converted, every_tensor=True)
     except (ConfigError, CorruptFileError, UnsupportedError) as error:
-        # The files that were loaded are gone when somebody reads of them, and no file of the source has their names.
+        # The error names converted files, which are deleted before the user reads it. Name the source instead.
         file = rf"{re.escape(str(converted))}(/model[^:/]*)?"
         where = re.sub(file, lambda _: str(folder), error.where)
         raise type(error)(where, error.expected, error.found, error.next_step) from error

@@ -1,1 +1,1 @@
-"""Quantized models as GGUF files, which llama.cpp reads. Needs the package gguf, which only these modules import."""
+"""Write quantized models as GGUF files, which llama.cpp reads. Only these modules import the package gguf."""

@@ -1,6 +1,6 @@
-"""The architectures that llama.cpp computes as Transformers does, and what it computes with where a file says nothing.
+"""The architectures that llama.cpp computes as Transformers does, and the settings that llama.cpp has built in.
 
-A new one is an entry of `ARCHITECTURES`; `metadata` writes the settings that they share.
+A new architecture is an entry of `ARCHITECTURES`. `metadata` writes the settings that all architectures have.
 Reader: `src/models/` in https://github.com/ggml-org/llama.cpp
 """
 
@@ -18,24 +18,24 @@ from hf_trainweights.errors import UnsupportedError
 
 @dataclass(frozen=True)
 class Architecture:
-    """How llama.cpp knows an architecture of Transformers.
+    """llama.cpp's counterpart of an architecture of Transformers.
 
     Args:
         number: The architecture in the package gguf.
-        interleaved: Whether its rotary embedding turns neighbouring rows of a head, where Transformers turns rows that
+        interleaved: Whether the rotary embedding turns neighbouring rows of a head. In Transformers it turns rows that
             are half a head apart.
-        partly_rotary: Whether it can turn a part of each head only.
-        capped: Whether it caps attention scores and logits, so that the model must too.
-        slides: Whether it has sliding windows. Where it has none, all tokens attend to each other.
-        encoder: Whether tokens attend to those behind them too, and the output is embeddings.
-        norm_offset: What Transformers adds to the weight of a norm, and a file has added already.
-        ropes: The kinds of rotary embedding that it has.
-        skips_positions: Whether positions are counted from the one behind the padding token's number.
-        transposed: Endings of the names of float weights whose columns are the rows of a file.
-        unused: Beginnings of the names of tensors that llama.cpp does without.
-        scaled_by_width: The number of layers with which llama.cpp divides attention scores by the root of hidden size
-            over heads; with any other it divides by the root of the size of a head.
-        fixed: Settings that a file cannot change, each with the values that llama.cpp computes with.
+        partly_rotary: Whether the rotary embedding may turn only a part of each head.
+        capped: Whether llama.cpp caps attention scores and logits, so that the model must too.
+        slides: Whether llama.cpp has sliding windows. If it has none, all tokens attend to each other.
+        encoder: Whether tokens also attend to later tokens, and the output is embeddings.
+        norm_offset: The number that Transformers adds to the weight of a norm. A file holds the sum.
+        ropes: The kinds of rotary embedding that llama.cpp has.
+        skips_positions: Whether the first position is one more than the padding token's number.
+        transposed: Endings of the names of float weights that a file holds transposed.
+        unused: Beginnings of the names of tensors that llama.cpp does not use.
+        scaled_by_width: For a model with this number of layers, llama.cpp divides attention scores by the root of
+            hidden size / heads. For any other it divides them by the root of the size of a head.
+        fixed: Settings that a file cannot change, each with the values for which llama.cpp computes the same.
     """
 
     number: gguf.MODEL_ARCH
@@ -54,11 +54,11 @@ class Architecture:
 
     @property
     def name(self) -> str:
-        """Its name in a file."""
+        """The name of the architecture in a file."""
         return gguf.MODEL_ARCH_NAMES[self.number]
 
 
-# llama.cpp has one GELU, by tanh and in float16, so results differ by up to 2e-3 of their norm from the exact one.
+# llama.cpp has one GELU, by tanh and in float16. Its results differ from the exact ones by up to 2e-3 of their norm.
 _GELU = ("gelu", "gelu_pytorch_tanh", "gelu_new")
 _SILU = {"hidden_act": ("silu",)}
 _QWEN3 = _SILU | {"attention_bias": (False,)}
@@ -77,7 +77,7 @@ _YARN = ("default", "linear", "yarn")
 _LLAMA = Architecture(gguf.MODEL_ARCH.LLAMA, interleaved=True, ropes=(*_YARN, "llama3"), fixed=_SILU)
 _ROBERTA = Architecture(gguf.MODEL_ARCH.BERT, encoder=True, skips_positions=True, unused=("pooler.",), fixed=_BERT)
 
-# By the class of the model.
+# llama.cpp's architectures by the class of the model.
 ARCHITECTURES = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,
@@ -136,15 +136,15 @@ ARCHITECTURES = {
 
 
 def architecture_of(model: PreTrainedModel) -> Architecture:
-    """Return the architecture of a model; UnsupportedError: llama.cpp has none, or one with other settings built in."""
+    """Return the architecture of a model; UnsupportedError: llama.cpp lacks it, or has other settings built in."""
     name = type(model).__name__
     if name not in ARCHITECTURES or getattr(transformers, name, None) is not type(model):
         raise unsupported("model", f"one of {', '.join(ARCHITECTURES)}", name)
     architecture = ARCHITECTURES[name]
     for setting, values in _fixed(architecture, model.config).items():
-        found = getattr(model.config, setting, values[0])
-        if found not in values:
-            raise _other_setting(name, setting, " or ".join(repr(value) for value in values), found)
+        value_in_model = getattr(model.config, setting, values[0])
+        if value_in_model not in values:
+            raise _other_setting(name, setting, " or ".join(repr(value) for value in values), value_in_model)
     for setting in ("attn_logit_softcapping", "final_logit_softcapping"):
         if architecture.capped and getattr(model.config, setting) is None:
             raise _other_setting(name, setting, "a number", None)
@@ -156,7 +156,7 @@ def _other_setting(name: str, setting: str, expected: str, found: object) -> Uns
 
 
 def unsupported(where: str, expected: str, found: str, why: str = "") -> UnsupportedError:
-    """Return the error for what llama.cpp has no place for."""
+    """Return the error for a model or setting that llama.cpp does not support."""
     return UnsupportedError(where, expected, found, f"{why}For other readers there is export_compressed_tensors.")
 
 

@@ -1,4 +1,4 @@
-"""`export_gguf`: a quantized model as one file for llama.cpp."""
+"""`export_gguf`: write a quantized model as one file for llama.cpp."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ def export_gguf(
     """Write a quantized decoder or sentence encoder as a GGUF file, which llama.cpp reads, and Transformers too.
 
     int8 becomes Q8_0 and int4 becomes Q4_0, code by code, so a reader gets the weights of `model.dequantize()` before
-    they are rounded to the model's dtype. Beside the model itself, one weight is in memory at a time.
+    they are rounded to the model's dtype. One weight at a time is converted, so beside the model little is in memory.
 
     Args:
         model_or_directory: A quantized model, or the directory that one was saved to.
-        out: The file to write, `*.gguf`; a file that is there is replaced at once, in the end.
-        tokenizer: The tokenizer; None for the one in the directory.
+        out: The file to write, `*.gguf`. An earlier file is replaced at once, at the end.
+        tokenizer: The tokenizer; None for the tokenizer in the directory.
 
     Raises:
-        ConfigError: `out` is no name of a GGUF file; the directory holds no whole model of a class of Transformers;
-            nothing in the model is quantized; or there is no tokenizer, or one for another vocabulary; or a file that
-            says how a sentence encoder pools is damaged.
+        ConfigError: `out` is no name of a GGUF file; the directory holds no complete model of a class of Transformers;
+            no weight of the model is quantized; the tokenizer is missing, or is for another vocabulary; or the file of
+            a sentence encoder's pooling is damaged.
         CorruptFileError: A weight file of the directory is damaged.
-        UnsupportedError: llama.cpp has no place for the architecture, a weight's format, groups or scales, the
-            tokenizer or the pooling; or the package gguf is not installed. Nothing was written.
-        SaveError: `out` cannot be written or the disk is full; what was there before is untouched.
+        UnsupportedError: llama.cpp does not support the architecture, a weight's format, groups or scales, the
+            tokenizer or the pooling; or the package gguf is not installed. No file was written.
+        SaveError: `out` cannot be written or the disk is full. An earlier file there is untouched.
 
     Examples:
         >>> export_gguf("models/llama-int8", "llama-int8.gguf")  # doctest: +SKIP
     """
     target = Path(out)
     if target.suffix != ".gguf" or target.is_dir():
-        found = "a directory" if target.is_dir() else "another name"
+        fault = "a directory" if target.is_dir() else "another name"
         file = target / "model.gguf" if target.is_dir() else target.with_suffix(".gguf")
-        raise ConfigError(str(out), "the name of a file, *.gguf", found, f"Name a file, as {file}.")
+        raise ConfigError(str(out), "the name of a file, *.gguf", fault, f"Name a file, as {file}.")
     require("gguf", "gguf")
     from hf_trainweights.exports.gguf import writer
 

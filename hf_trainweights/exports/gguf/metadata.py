@@ -1,4 +1,4 @@
-"""What a GGUF file says of a model beside its tensors: sizes, experts, attention, rotary embedding, pooling, name."""
+"""Write the metadata of a GGUF file: a model's sizes, experts, attention, rotary embedding, pooling and name."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.exports.gguf.architectures import Architecture, unsupported
 
-# What Transformers calls the same setting in different architectures.
+# Transformers' names of one setting in different architectures.
 _EPSILON_NAMES = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
 _FEED_FORWARD_NAMES = ("ffn_hidden_size", "hidden_dim", "intermediate_size")
-# DistilBERT has no setting for it.
+# DistilBERT has no setting for epsilon, and always uses this one.
 _DEFAULT_EPSILON = 1e-12
 
 _YARN = {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow"}
 _LLAMA3 = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
 _LONGROPE = {"factor", "attention_factor", "long_factor", "short_factor", "original_max_position_embeddings"}
-# The kinds of rotary embedding that llama.cpp has, with the settings that it knows of each.
+# The kinds of rotary embedding in llama.cpp, and the settings that each may have.
 _SETTINGS = {"default": set(), "linear": {"factor"}, "yarn": _YARN, "llama3": _LLAMA3, "longrope": _LONGROPE}
 
 _MODULES = "modules.json"
-# By their names in sentence-transformers 6, and by the ends of older settings, of which each mode had one.
+# By the names of modes in sentence-transformers 6, and in older settings, which have one key `pooling_mode_...` a mode.
 _TYPES = {
     "mean": gguf.PoolingType.MEAN,
     "mean_tokens": gguf.PoolingType.MEAN,
@@ -40,7 +40,7 @@ _TYPES = {
     "cls_token": gguf.PoolingType.CLS,
     "lasttoken": gguf.PoolingType.LAST,
 }
-# llama.cpp makes embeddings unit vectors by itself.
+# Modules of a sentence encoder that a file need not hold. llama.cpp normalizes embeddings by itself.
 _WITHOUT_WEIGHTS = ("Transformer", "Pooling", "Normalize")
 
 
@@ -76,7 +76,7 @@ def _describe_experts(writer: gguf.GGUFWriter, config: PretrainedConfig) -> None
 
 
 def _describe_attention(writer: gguf.GGUFWriter, architecture: Architecture, config: PretrainedConfig) -> None:
-    """Write which tokens attend to which, and how far scores and logits may go."""
+    """Write the sliding window, whether tokens attend to later tokens, and the caps of scores and logits."""
     sliding = [kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or []]
     if architecture.slides and any(sliding):
         writer.add_sliding_window(config.sliding_window)
@@ -91,52 +91,52 @@ def _describe_attention(writer: gguf.GGUFWriter, architecture: Architecture, con
 
 
 def describe_source(writer: gguf.GGUFWriter, model: PreTrainedModel, directory: Path | None) -> None:
-    """Write the name of a model and the licence that its card names."""
+    """Write the name of a model, and the licence and author in its card."""
     writer.add_type(gguf.GGUFType.MODEL)
     name = directory.resolve().name if directory else Path(model.config.name_or_path or "").name
     writer.add_name(name or type(model).__name__)
     card = directory / "README.md" if directory else None
     if card is not None and card.is_file():
-        # A card that cannot be read says nothing.
+        # A card that cannot be read is ignored.
         with contextlib.suppress(ValueError, yaml.YAMLError):
-            said = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
+            fields = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
             for key, add in (("license", writer.add_license), ("author", writer.add_author)):
-                if isinstance(said.get(key), str):
-                    add(said[key])
+                if isinstance(fields.get(key), str):
+                    add(fields[key])
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
-    """Return how many tokens a model has embeddings for."""
+    """Return the number of tokens that a model has embeddings for."""
     embeddings: Any = model.get_input_embeddings()
     return embeddings.weight.shape[0]
 
 
 def key_value_heads(config: PretrainedConfig) -> int:
-    """Return how many heads of keys and values a layer has."""
+    """Return the number of heads of keys and values in a layer."""
     if getattr(config, "multi_query", False) and not config.new_decoder_architecture:
         return 1
     return _first(config, ("num_key_value_heads", "num_kv_heads")) or config.num_attention_heads
 
 
 def skipped_positions(architecture: Architecture, config: PretrainedConfig) -> int:
-    """Return how many of its first positions a model never uses. They are not in a file."""
+    """Return the number of first positions that a model never uses, and that a file leaves out."""
     return config.pad_token_id + 1 if architecture.skips_positions else 0
 
 
 def _first(config: PretrainedConfig, names: Iterable[str]) -> Any:
-    """Return the first of these settings that a model has, None if it has none of them."""
+    """Return the value of the first of these settings that a model has, or None."""
     return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
 
 
 def _feed_forward_length(config: PretrainedConfig) -> int:
-    if hasattr(config, "n_inner"):  # GPT-2's, which may be None
+    if hasattr(config, "n_inner"):  # GPT-2's setting, which may be None
         return config.n_inner or 4 * config.hidden_size
     return _first(config, _FEED_FORWARD_NAMES)
 
 
 def _context_length(architecture: Architecture, config: PretrainedConfig) -> int:
     length = config.max_position_embeddings - skipped_positions(architecture, config)
-    # Where llama.cpp has no window, all tokens attend to each other, which is the same as long as they fit into one.
+    # If llama.cpp has no sliding window, all tokens attend to each other. Within the model's window that is the same.
     window = None if architecture.slides else getattr(config, "sliding_window", None)
     return min(length, window or length)
 
@@ -167,21 +167,20 @@ def describe_rope(writer: gguf.GGUFWriter, architecture: Architecture, config: P
 
 
 def rope_tensors(config: PretrainedConfig) -> dict[str, Tensor]:
-    """Return what llama.cpp divides each frequency of a rotary embedding by, where it does not compute that itself.
+    """Return the tensors of divisors of a rotary embedding's frequencies, if llama.cpp does not compute them itself.
 
-    By name, float32 `[turned rows of a head / 2]`: one tensor for Llama 3's scaling, two for LongRoPE.
+    Each is float32 `[turned rows of a head / 2]`. There is one tensor for Llama 3's scaling, and two for LongRoPE.
     """
     rope = _rope(config) or {}
     kind = rope.get("rope_type")
     if kind == "longrope":
-        lengths = ("long", "short")
-        factors = {f"rope_factors_{each}.weight": rope[f"{each}_factor"] for each in lengths}
+        factors = {f"rope_factors_{length}.weight": rope[f"{length}_factor"] for length in ("long", "short")}
         return {name: torch.tensor(values, dtype=torch.float32) for name, values in factors.items()}
     return {"rope_freqs.weight": _llama3_factors(rope, _size(config))} if kind == "llama3" else {}
 
 
 def head_size(config: PretrainedConfig) -> int:
-    """Return how many rows of a projection make a head."""
+    """Return the number of rows of a projection that make one head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
@@ -189,13 +188,13 @@ def _llama3_factors(rope: dict[str, Any], size: int) -> Tensor:
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     exponents = torch.arange(0, size, 2, dtype=torch.float64) / size
     wavelengths = 2 * math.pi * rope["rope_theta"] ** exponents
-    # 0 for long waves, which are slowed down by the whole factor, 1 for short ones, which stay.
+    # 0 for long waves, whose frequency is divided by the full factor; 1 for short waves, whose frequency stays.
     share = ((rope["original_max_position_embeddings"] / wavelengths - low) / (high - low)).clamp(0, 1)
     return (1 / ((1 - share) / rope["factor"] + share)).to(torch.float32)
 
 
 def _attention_factor(rope: dict[str, Any], config: PretrainedConfig) -> float:
-    """Return what LongRoPE multiplies sines and cosines by."""
+    """Return LongRoPE's factor for sines and cosines."""
     if "attention_factor" in rope:
         return rope["attention_factor"]
     original = rope["original_max_position_embeddings"]
@@ -204,7 +203,7 @@ def _attention_factor(rope: dict[str, Any], config: PretrainedConfig) -> float:
 
 
 def _rope(config: PretrainedConfig) -> dict[str, Any] | None:
-    """Return the settings of the layers that see all tokens, None for a model without rotary embedding."""
+    """Return the rotary settings of the layers with full attention, or None for a model without rotary embedding."""
     rope = getattr(config, "rope_parameters", None)
     if rope is None:
         return None
@@ -212,24 +211,24 @@ def _rope(config: PretrainedConfig) -> dict[str, Any] | None:
 
 
 def _size(config: PretrainedConfig) -> int:
-    """Return how many rows of each head are turned."""
+    """Return the number of rows of each head that the rotary embedding turns."""
     return int(head_size(config) * (_rope(config) or {}).get("partial_rotary_factor", 1.0))
 
 
 def _kind(rope: dict[str, Any], architecture: Architecture) -> str:
-    """Return the kind of a rotary embedding that llama.cpp has."""
+    """Return the kind of a rotary embedding, after a check that llama.cpp has it with all of its settings."""
     kind = rope.get("rope_type", "default")
     unknown = rope.keys() - {"rope_type", "rope_theta"} - _SETTINGS.get(kind, set())
     if architecture.partly_rotary or rope.get("partial_rotary_factor") == 1:
         unknown.discard("partial_rotary_factor")
     if kind not in architecture.ropes or unknown:
-        found = f"{kind} with {', '.join(sorted(unknown))}" if unknown else kind
-        raise unsupported("rope_parameters", f"one of {', '.join(architecture.ropes)}", found)
+        description = f"{kind} with {', '.join(sorted(unknown))}" if unknown else kind
+        raise unsupported("rope_parameters", f"one of {', '.join(architecture.ropes)}", description)
     return kind
 
 
 def describe_pooling(writer: gguf.GGUFWriter, directory: Path | None) -> None:
-    """Write the pooling of a sentence encoder, if its directory says what it is."""
+    """Write the pooling of a sentence encoder, if its directory describes it."""
     if directory is None or not (directory / _MODULES).is_file():
         return
     for module in _read(directory / _MODULES, list):

@@ -1,11 +1,11 @@
-"""The tensors of a GGUF file: where each comes from, and its codes and scales in blocks of 32, floats as they are.
+"""Lay out the tensors of a GGUF file: codes and scales in blocks of 32, floats as they are.
 
 | | bytes of a block | codes |
 |---|---|---|
 | Q8_0 | a float16 scale, 32 codes | int8 |
 | Q4_0 | a float16 scale, 16 bytes | code + 8; the first 16 codes in the low bits, the others in the high bits |
 
-Each weight is code times scale, in float32. Where a group is longer than a block, its blocks repeat the scale.
+The value of a weight is code * scale, in float32. If a group is longer than a block, its blocks repeat the scale.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ BLOCK_SIZE = 32
 Kind = gguf.GGMLQuantizationType
 _QUANTIZED = {"int8": Kind.Q8_0, "int4": Kind.Q4_0}
 _FLOAT = {torch.float32: Kind.F32, torch.float16: Kind.F16, torch.bfloat16: Kind.BF16}
-# What llama.cpp computes with in float32 alone, beside vectors.
+# Endings of the names of tensors that llama.cpp reads only in float32. Vectors are always float32 too.
 _ALWAYS_FLOAT32 = (
     *("_norm.weight", ".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight"),
     *("position_embd.weight", "token_types.weight"),
 )
-# What it does not read in blocks either: it adds the first row as it is.
+# llama.cpp cannot read these in blocks: it adds the first row as it is stored.
 _NEVER_IN_BLOCKS = "token_types.weight"
 
 _IN_FLOAT = "Quantize the model again and leave it in float (modules_to_not_convert)."
@@ -48,7 +48,7 @@ _Take = Callable[[Tensor], Tensor]
 
 
 class FileTensor(NamedTuple):
-    """A tensor of a file, with its shape in values; its bytes, uint8 of any shape, are made when they are written."""
+    """A tensor of a file, with its shape in values. `make` returns its bytes, uint8 of any shape, for the write."""
 
     kind: gguf.GGMLQuantizationType
     shape: tuple[int, ...]
@@ -56,24 +56,23 @@ class FileTensor(NamedTuple):
 
     @property
     def byte_shape(self) -> tuple[int, ...]:
-        """The shape, the last dimension in bytes."""
+        """The shape, with the last dimension in bytes."""
         return gguf.quant_shape_to_byte_shape(self.shape, self.kind)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes in a file."""
+        """The number of bytes in a file."""
         return math.prod(self.byte_shape)
 
 
-class _Place(NamedTuple):
-    """Where a tensor of a file comes from.
+class _Origin(NamedTuple):
+    """The origin of a file's tensor: a tensor of the model, and the way in which it is converted.
 
     Args:
         source: The name of the model's tensor.
-        take: Takes its rows out of that tensor, and out of each stored tensor of a quantized one alike: whole rows,
-            so that codes and scales stay together.
-        transposed: Whether the rows of a float tensor are its columns there. A quantized one is stored by rows anyway.
-        offset: What is added to each value of a float tensor.
+        take: Takes full rows from a tensor: the same rows from codes and from scales, so that these stay together.
+        transposed: Whether a float tensor is transposed. A quantized weight is stored by rows anyway.
+        offset: A number that is added to each value of a float tensor.
     """
 
     source: str
@@ -83,42 +82,43 @@ class _Place(NamedTuple):
 
 
 def lay_out(model: PreTrainedModel, tensors: Mapping[str, Tensor], architecture: Architecture) -> dict[str, FileTensor]:
-    """Return a file's tensors, made when they are asked for; none of the model's is in a kernel's private layout."""
+    """Return a file's tensors, whose bytes are made later; no tensor of the model may be in a kernel's own layout."""
     left_out = names_not_saved(model)
-    places = _places([name for name in tensors if name not in left_out], architecture, model.config)
-    found = {name: _lay_out(name, tensors[place.source], place) for name, place in places.items()}
-    factors = rope_tensors(model.config)
-    return found | {name: _lay_out(name, each, _Place("rope_parameters", _whole)) for name, each in factors.items()}
+    origins = _origins([name for name in tensors if name not in left_out], architecture, model.config)
+    file_tensors = {name: _lay_out(name, tensors[origin.source], origin) for name, origin in origins.items()}
+    for name, tensor in rope_tensors(model.config).items():
+        file_tensors[name] = _lay_out(name, tensor, _Origin("rope_parameters", _all_rows))
+    return file_tensors
 
 
-def _places(names: Iterable[str], architecture: Architecture, config: PretrainedConfig) -> dict[str, _Place]:
-    """Return by their names in a file where its tensors come from; UnsupportedError: llama.cpp has no place for one."""
-    known = gguf.get_tensor_name_map(architecture.number, config.num_hidden_layers)
-    found, unknown = {}, []
+def _origins(names: Iterable[str], architecture: Architecture, config: PretrainedConfig) -> dict[str, _Origin]:
+    """Return the origin of each tensor of a file, by its name there; UnsupportedError: llama.cpp lacks a tensor."""
+    name_map = gguf.get_tensor_name_map(architecture.number, config.num_hidden_layers)
+    origins, unknown = {}, []
     for source in names:
         if source.startswith(architecture.unused):
             continue
         transposed = source.endswith(architecture.transposed)
         offset = architecture.norm_offset if source.endswith("norm.weight") else 0.0
         for name, take in _float_names(source, architecture, config).items():
-            target = known.get_name(name, try_suffixes=(".weight", ".bias"))
+            target = name_map.get_name(name, try_suffixes=(".weight", ".bias"))
             if target is None:
                 unknown.append(source)
             else:
-                found[target] = _Place(source, take, transposed, offset)
+                origins[target] = _Origin(source, take, transposed, offset)
     if unknown:
         where = ", ".join(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in unknown))
         raise unsupported(where, f"tensors that llama.cpp's {architecture.name} has", "others")
-    return found
+    return origins
 
 
 def _float_names(name: str, architecture: Architecture, config: PretrainedConfig) -> dict[str, _Take]:
-    """Return the names that gguf knows a tensor of Transformers by, and the rows that go there."""
+    """Return the names in a float checkpoint by which gguf knows a tensor of a model, and the rows of each."""
     owner, _, parameter = name.rpartition(".")
     if parameter == "gate_up_proj":
         return {f"{owner}.gate_proj.weight": partial(_half, 0), f"{owner}.up_proj.weight": partial(_half, 1)}
     if parameter == "down_proj":
-        return {f"{name}.weight": _whole}
+        return {f"{name}.weight": _all_rows}
     projection = owner.rpartition(".")[2]
     if projection == "query_key_value":
         return {name: partial(_by_kind, key_value_heads(config), config.num_attention_heads)}
@@ -129,10 +129,10 @@ def _float_names(name: str, architecture: Architecture, config: PretrainedConfig
     heads = {"q_proj": config.num_attention_heads, "k_proj": key_value_heads(config)}
     if architecture.interleaved and projection in heads:
         return {name: partial(_interleave, heads[projection])}
-    return {name: _whole}
+    return {name: _all_rows}
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _all_rows(tensor: Tensor) -> Tensor:
     """Return all rows of a tensor."""
     return tensor
 
@@ -142,37 +142,37 @@ def _half(number: int, tensor: Tensor) -> Tensor:
 
 
 def _interleave(heads: int, tensor: Tensor) -> Tensor:
-    """Return rows such that those that the rotary embedding turns together are neighbours."""
+    """Reorder rows so that rows that the rotary embedding turns together are neighbours."""
     return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
 def _by_kind(groups: int, heads: int, tensor: Tensor) -> Tensor:
-    """Return the rows of all queries, then those of all keys, then those of all values.
+    """Reorder the rows of a fused projection: all queries first, then all keys, then all values.
 
-    They come in groups of some heads of queries, one of keys and one of values, the three fused into one projection.
+    The projection has groups of some heads of queries, one head of keys and one head of values.
     """
     grouped = tensor.unflatten(0, (groups, heads // groups + 2, -1))
-    return torch.cat([part.flatten(0, 2) for part in (grouped[:, :-2], grouped[:, -2:-1], grouped[:, -1:])])
+    return torch.cat([rows.flatten(0, 2) for rows in (grouped[:, :-2], grouped[:, -2:-1], grouped[:, -1:])])
 
 
-def _lay_out(name: str, tensor: Tensor, place: _Place) -> FileTensor:
-    """Return the tensor of a file that one of the model becomes, which is in no kernel's private layout."""
+def _lay_out(name: str, tensor: Tensor, origin: _Origin) -> FileTensor:
+    """Convert a tensor of the model, which is in no kernel's private layout, to a tensor of the file."""
     if isinstance(tensor, QuantizedTensor):
         if name != _NEVER_IN_BLOCKS:
-            return _lay_out_quantized(place.source, tensor, place.take)
-        # In float32 code times scale is not rounded.
+            return _lay_out_quantized(origin.source, tensor, origin.take)
+        # code * scale is not rounded in float32.
         tensor = tensor.format.dequantize(tensor.tensors, tensor.stored_shape, torch.float32)
     if tensor.dtype not in _FLOAT:
         expected = "a tensor in float32, float16 or bfloat16"
-        raise UnsupportedError(place.source, expected, str(tensor.dtype), "Cast the model to one of these.")
+        raise UnsupportedError(origin.source, expected, str(tensor.dtype), "Cast the model to one of these.")
     dtype = torch.float32 if tensor.dim() <= 1 or name.endswith(_ALWAYS_FLOAT32) else tensor.dtype
-    shape = tuple(_rows(tensor.to("meta"), place).shape)
-    return FileTensor(_FLOAT[dtype], shape, lambda: _rows(tensor, place).to(dtype).contiguous().view(torch.uint8))
+    shape = tuple(_rows(tensor.to("meta"), origin).shape)
+    return FileTensor(_FLOAT[dtype], shape, lambda: _rows(tensor, origin).to(dtype).contiguous().view(torch.uint8))
 
 
-def _rows(tensor: Tensor, place: _Place) -> Tensor:
-    rows = place.take(tensor.mT if place.transposed else tensor)
-    return rows.float() + place.offset if place.offset else rows
+def _rows(tensor: Tensor, origin: _Origin) -> Tensor:
+    rows = origin.take(tensor.mT if origin.transposed else tensor)
+    return rows.float() + origin.offset if origin.offset else rows
 
 
 def _lay_out_quantized(name: str, weight: QuantizedTensor, take: _Take) -> FileTensor:
@@ -191,21 +191,21 @@ def _check(name: str, weight: QuantizedTensor) -> None:
         raise UnsupportedError(name, "int8 or int4, which GGUF has blocks for", str(form), _IN_FLOAT)
     G = weight.scale.shape[-1]
     if weight.numel() == 0 or K % (G * BLOCK_SIZE):
-        found = f"rows of {K} in {G} groups"
+        fault = f"rows of {K} in {G} groups"
         next_step = "Quantize the model again with group_size 32, or leave it in float (modules_to_not_convert)."
-        raise UnsupportedError(name, f"groups that blocks of {BLOCK_SIZE} weights divide", found, next_step)
+        raise UnsupportedError(name, f"groups that blocks of {BLOCK_SIZE} weights divide", fault, next_step)
     scale = weight.scale.float()
     inexact = int((scale.to(torch.float16).float() != scale).sum())
     if inexact:
-        found = f"{inexact} of {scale.numel()} scales in {weight.scale.dtype} that it cannot"
+        fault = f"{inexact} of {scale.numel()} scales in {weight.scale.dtype} that it cannot"
         next_step = "Quantize the float model with dtype=torch.float16, and export that: its scales are float16."
         raise UnsupportedError(
-            name, "scales that float16 holds exactly, because blocks have no others", found, next_step
+            name, "scales that float16 holds exactly, because blocks have no others", fault, next_step
         )
 
 
 def _repeat(scale: Tensor, count: int) -> Tensor:
-    """Return the scale of each of `count` blocks of a row, as two bytes `[*, count, 2]`."""
+    """Repeat scales for each of the `count` blocks of a row, as two bytes `[*, count, 2]`."""
     halves = scale.to(torch.float16).repeat_interleave(count // scale.shape[-1], dim=-1)
     return halves.unsqueeze(-1).view(torch.uint8)
 

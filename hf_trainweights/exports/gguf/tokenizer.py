@@ -1,9 +1,9 @@
-"""A tokenizer as llama.cpp reads it: its tokens, what each is for, and the way in which text becomes tokens.
+"""Write a tokenizer for llama.cpp: its tokens, their types, and the way in which text becomes tokens.
 
-How byte-level tokenizers split text before they merge, llama.cpp has built in, and a file names one of these ways. Its
-own converter recognizes a tokenizer by the hash of one encoded text; here the expressions themselves are compared, so a
-tokenizer that was trained anew is recognized too. Tokenizers that took their tokens from SentencePiece have scores that
-tell which of them text becomes.
+A byte-level tokenizer splits text by regular expressions before it merges tokens. llama.cpp has several sets of these
+expressions built in, and a file names one set. llama.cpp's own converter recognizes the set by the hash of one encoded
+text. This module compares the expressions, so it also recognizes a tokenizer that was trained anew. Tokenizers from
+SentencePiece have scores, by which llama.cpp chooses the tokens of a text.
 Names: `src/llama-vocab.cpp` in https://github.com/ggml-org/llama.cpp
 """
 
@@ -23,19 +23,19 @@ from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.exports.gguf.architectures import unsupported
 
 _SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-# What these normalizers do llama.cpp does too, except NFC, which leaves most text as it is.
+# Lists of normalizers that a file may leave out. llama.cpp has no NFC, but NFC leaves most text as it is.
 _BYTE_LEVEL_NORMALIZERS = ([], ["NFC"])
 
-# How BERT's tokenizers write all of a word but its beginning.
+# BERT's tokenizers put this before each token that continues a word.
 _INSIDE = "##"
 _NORMALIZER = {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True}
-# gguf 0.19 does not name them. Versions of llama.cpp that do not know them always do both.
+# gguf 0.19 has no names for these keys. Versions of llama.cpp that do not know them always do both.
 _LOWERCASE, _STRIP_ACCENTS = "tokenizer.ggml.normalizer.lowercase", "tokenizer.ggml.normalizer.strip_accents"
 
-# How SentencePiece writes a space, and llama.cpp the beginning of a word.
+# SentencePiece writes this character for a space, and llama.cpp for the beginning of a word.
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _REPLACES_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-# Gemma's, which finds no more spaces to split at.
+# Gemma's step, which has no effect, because `_REPLACES_SPACES` has replaced all spaces before.
 _SPLITS_SPACES = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
 _MARKS_WORDS = {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": "always", "split": True}
 
@@ -52,7 +52,7 @@ _TEKKEN = (
     rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
 )
 
-# The expressions in their order, and whether a piece that is a token is taken before any merge.
+# llama.cpp's names, by the expressions in order and whether a piece of text that is a token stays whole without merges.
 _NAMES = {
     ((_GPT2,), False): "gpt-2",
     ((_DIGIT, _GPT2), False): "smollm",
@@ -65,13 +65,13 @@ _NAMES = {
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model by directory or Hub id; ConfigError: there is none, or it is damaged."""
+    """Load the tokenizer of a model by directory or Hub id; ConfigError: it is missing or damaged."""
     try:
         return AutoTokenizer.from_pretrained(source)
     except Warning:
         raise
     except Exception as error:
-        # The tokenizers library raises no narrower class, and a damaged file whatever it runs into.
+        # The tokenizers library raises plain Exceptions, and a damaged file may cause an error of any class.
         reason = f"{type(error).__name__}: " + str(error).strip().partition("\n")[0].rstrip(".:")
         next_step = "Save the tokenizer there. Or pass it: export_gguf(model, out, tokenizer)."
         raise ConfigError(source, "a tokenizer, without which llama.cpp reads no text", reason, next_step) from error
@@ -80,9 +80,9 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
 def describe_tokenizer(
     writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, size: int
 ) -> None:
-    """Write a tokenizer, as many tokens as the model embeds (`size`), and its chat template.
+    """Write a tokenizer, with as many tokens as the model embeds (`size`), and its chat template.
 
-    Tokens that it lacks are written as unused; special ones that it does not name are those of the configuration.
+    Numbers without a token get unused tokens. Special tokens that the tokenizer does not name come from `config`.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -103,7 +103,7 @@ def describe_tokenizer(
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> tuple[list[str], list[gguf.TokenType]]:
-    """Return the tokens in the order of their numbers, and what each is for."""
+    """Return the tokens in the order of their numbers, and their types."""
     by_number = {number: token for token, number in tokenizer.get_vocab().items()}
     if (largest := max(by_number, default=-1)) >= size:
         next_step = (
@@ -130,10 +130,10 @@ def _describe_bpe(
     if model["byte_fallback"]:
         _describe_sentencepiece_bpe(writer, stored, tokens, kinds)
         return
-    normalizers = [each["type"] for each in _steps(stored["normalizer"], "normalizers")]
+    normalizers = [step["type"] for step in _steps(stored["normalizer"], "normalizers")]
     if normalizers not in _BYTE_LEVEL_NORMALIZERS:
         raise _unsupported("no normalizer, or NFC", " and ".join(normalizers))
-    if not any(each["type"] == "ByteLevel" for each in _steps(stored["pre_tokenizer"], "pretokenizers")):
+    if not any(step["type"] == "ByteLevel" for step in _steps(stored["pre_tokenizer"], "pretokenizers")):
         raise _unsupported("a tokenizer of bytes", "one of characters")
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre_tokenizer_name(stored))
@@ -141,17 +141,17 @@ def _describe_bpe(
 
 
 def pre_tokenizer_name(stored: dict[str, Any]) -> str:
-    """Return llama.cpp's name for the way in which a byte-level tokenizer.json splits text."""
-    found = _steps(stored["pre_tokenizer"], "pretokenizers")
-    key = tuple(expression for step in found for expression in _expressions(step)), stored["model"]["ignore_merges"]
+    """Return llama.cpp's name for the expressions by which a byte-level tokenizer.json splits text."""
+    steps = _steps(stored["pre_tokenizer"], "pretokenizers")
+    key = tuple(expression for step in steps for expression in _expressions(step)), stored["model"]["ignore_merges"]
     if key not in _NAMES:
-        found = f"{' then '.join(key[0])!r}{', tokens before merges' if key[1] else ''}"
-        raise _unsupported(f"text to be split as by {', '.join(_NAMES.values())}", found)
+        description = f"{' then '.join(key[0])!r}{', tokens before merges' if key[1] else ''}"
+        raise _unsupported(f"text to be split as by {', '.join(_NAMES.values())}", description)
     return _NAMES[key]
 
 
 def _expressions(step: dict[str, Any]) -> list[str]:
-    """Return the expressions that a step splits by, or its description if it does anything else."""
+    """Return the expressions by which a step splits text, or the step as text if it does anything else."""
     if step["type"] == "ByteLevel" and not step["add_prefix_space"]:
         return [_GPT2] if step["use_regex"] else []
     if step["type"] == "Digits":
@@ -166,7 +166,7 @@ def _expressions(step: dict[str, Any]) -> list[str]:
 def _describe_sentencepiece_bpe(
     writer: gguf.GGUFWriter, stored: dict[str, Any], tokens: list[str], kinds: list[gguf.TokenType]
 ) -> None:
-    """Write scores that stand for the order of merges, and mark bytes, spaces and the unknown token, in place."""
+    """Write scores that give the order of merges, and mark spaces, bytes and the unknown token in place."""
     prefix = _adds_space(stored)
     scores = _scores(tokens, kinds, _merges(stored))
     for number, token in enumerate(tokens):
@@ -183,7 +183,7 @@ def _describe_sentencepiece_bpe(
 
 
 def _adds_space(stored: dict[str, Any]) -> bool:
-    """Return whether text gets a space in front."""
+    """Return whether the tokenizer puts a space before a text."""
     prefix, unknown = False, []
     for step in _steps(stored["normalizer"], "normalizers"):
         if step["type"] == "Prepend" and step["prepend"] == _SPACE:
@@ -201,14 +201,14 @@ def _adds_space(stored: dict[str, Any]) -> bool:
 
 
 def _scores(tokens: list[str], kinds: list[gguf.TokenType], merges: Sequence[Sequence[str]]) -> list[float]:
-    """Return scores by which llama.cpp merges in the order of the merges.
+    """Return scores with which llama.cpp joins tokens in the order of the merges.
 
-    It joins any two neighbours that make a token, the one with the best score first. That is the same if all such pairs
-    are merges, and those that make the same token follow each other, as where Transformers has made merges of scores.
+    llama.cpp joins any two neighbours that make a token, best score first. That equals the merges if all such pairs are
+    merges, and if merges to the same token follow each other. Merges that Transformers made from scores meet both.
     """
     pairs = {(left, right) for left, right in merges}
-    made = ["".join(merge) for merge in merges]
-    order = [token for token, _ in groupby(made)]
+    merged_tokens = ["".join(merge) for merge in merges]
+    order = [token for token, _ in groupby(merged_tokens)]
     vocabulary = {token for token, kind in zip(tokens, kinds, strict=True) if kind == gguf.TokenType.NORMAL}
     missing = [
         token
@@ -217,30 +217,30 @@ def _scores(tokens: list[str], kinds: list[gguf.TokenType], merges: Sequence[Seq
         if token[:cut] in vocabulary and token[cut:] in vocabulary and (token[:cut], token[cut:]) not in pairs
     ]
     if missing or len(order) != len(set(order)):
-        found = f"merges in another order{f', and none for {sorted(missing)[:3]}' if missing else ''}"
-        raise _unsupported("merges in the order of scores, one for each way to a token", found)
+        fault = f"merges in another order{f', and none for {sorted(missing)[:3]}' if missing else ''}"
+        raise _unsupported("merges in the order of scores, one for each way to a token", fault)
     scores = {token: -float(rank) for rank, token in enumerate(order)}
     return [scores.get(token, 0.0) for token in tokens]
 
 
 def _merges(stored: dict[str, Any]) -> list[Sequence[str]]:
-    """Return the merges of a BPE tokenizer.json, each the two tokens that are merged."""
+    """Return the merges of a BPE tokenizer.json as pairs of tokens."""
     return [merge.split(" ") if isinstance(merge, str) else merge for merge in stored["model"]["merges"]]
 
 
 def _describe_unigram(
     writer: gguf.GGUFWriter, stored: dict[str, Any], tokens: list[str], kinds: list[gguf.TokenType]
 ) -> None:
-    """Write the scores of a Unigram tokenizer.json, which takes the tokens whose scores add up to the most.
+    """Write the scores of a Unigram tokenizer.json, and mark the unknown token in `kinds`.
 
-    The unknown token is marked in `kinds`.
+    The tokenizer chooses the tokens of a text with the largest sum of scores.
     """
     model, normalizers = stored["model"], _steps(stored["normalizer"], "normalizers")
     if model["byte_fallback"] or model["unk_id"] is None:
         raise _unsupported("a token for unknown characters", "bytes" if model["byte_fallback"] else "none")
     pre_tokenizers = _steps(stored["pre_tokenizer"], "pretokenizers")
-    # Between words llama.cpp knows nothing but the space, which is what a map of characters makes of a line's end.
-    if [each["type"] for each in normalizers] != ["Precompiled"]:
+    # llama.cpp splits words at spaces alone. SentencePiece's map of characters turns line ends into spaces.
+    if [step["type"] for step in normalizers] != ["Precompiled"]:
         raise _unsupported("text to be normalized by SentencePiece's map of characters", str(normalizers)[:200])
     if pre_tokenizers != [{"type": "WhitespaceSplit"}, _MARKS_WORDS]:
         raise _unsupported("a mark before each word, split at spaces", str(pre_tokenizers))
@@ -257,7 +257,7 @@ def _describe_unigram(
 def _describe_wordpiece(
     writer: gguf.GGUFWriter, stored: dict[str, Any], tokens: list[str], kinds: list[gguf.TokenType]
 ) -> None:
-    """Write how a tokenizer.json normalizes text, and rename tokens, in place, to mark them as llama.cpp expects."""
+    """Write the normalization of a WordPiece tokenizer.json, and change `tokens` to mark words as llama.cpp expects."""
     normalizer = stored["normalizer"] or {}
     if {key: normalizer.get(key) for key in _NORMALIZER} != _NORMALIZER:
         raise _unsupported("text to be normalized as by BERT", str(stored["normalizer"]))
@@ -276,10 +276,10 @@ def _describe_wordpiece(
 
 
 def _steps(step: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
-    """Return the steps of a normalizer or pre-tokenizer; those of a sequence, which are under `key`, one by one."""
+    """Return the steps of a normalizer or pre-tokenizer. A sequence, which has steps under `key`, is flattened."""
     if step is None:
         return []
-    return [inner for each in step[key] for inner in _steps(each, key)] if step["type"] == "Sequence" else [step]
+    return [inner for outer in step[key] for inner in _steps(outer, key)] if step["type"] == "Sequence" else [step]
 
 
 def _describe_special_tokens(
@@ -292,10 +292,10 @@ def _describe_special_tokens(
         number = number[0] if isinstance(number, list) else number
         if number is not None:
             numbers[name] = number
-    # llama.cpp calls the first token of a text bos everywhere, and the last one of a WordPiece text sep.
+    # llama.cpp always calls the first token of a text bos, and the last token of a WordPiece text sep.
     first, last = ("cls", "sep") if is_wordpiece else ("bos", "eos")
     if last not in numbers:
-        # llama.cpp would stop at token 11 or 2.
+        # llama.cpp would take token 11 or 2 for the end of text.
         next_step = f"Set tokenizer.{last}_token, and save the tokenizer."
         raise ConfigError("tokenizer", "a token for the end of text", "none", next_step)
     begins, ends = _added(tokenizer, numbers.get(first), numbers[last])
@@ -310,16 +310,16 @@ def _describe_special_tokens(
 
 
 def _added(tokenizer: PreTrainedTokenizerBase, first: int | None, last: int) -> tuple[bool, bool]:
-    """Return whether a tokenizer puts its first and last special token around a text."""
-    bare, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
+    """Return whether a tokenizer puts a special token before a text, and whether it puts one behind the text."""
+    bare, complete = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
     for begins in (False, True):
         for ends in (False, True):
-            if whole == [first] * begins + bare + [last] * ends:
+            if complete == [first] * begins + bare + [last] * ends:
                 return begins, ends
-    added = tokenizer.convert_ids_to_tokens(whole)
+    added = tokenizer.convert_ids_to_tokens(complete)
     raise _unsupported("at most the begin and the end of text around a text", f"{added} for 'a'")
 
 
 def _unsupported(expected: str, found: str) -> UnsupportedError:
-    """Return the error for a tokenizer that llama.cpp would not follow."""
+    """Return the error for a tokenizer whose tokens llama.cpp would not reproduce."""
     return unsupported("tokenizer", expected, found, "llama.cpp would give the model other tokens. ")

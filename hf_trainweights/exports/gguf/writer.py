@@ -1,4 +1,4 @@
-"""A GGUF file, written aside and tensor by tensor."""
+"""Write a GGUF file aside, tensor by tensor, and put it in its place at the end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hf_trainweights.exports.sources import tensors_to_write
 from hf_trainweights.files.atomic import make_directories, replace_file, save_errors
 from hf_trainweights.files.staging import clean_up
 
-# What a file says it mostly holds; readers show it.
+# The label of a file by the quantized type that takes most bytes. Readers show it.
 _FILE_TYPES = {Kind.Q8_0: gguf.LlamaFileType.MOSTLY_Q8_0, Kind.Q4_0: gguf.LlamaFileType.MOSTLY_Q4_0}
 
 
@@ -31,7 +31,7 @@ def write_model(
     source: str | os.PathLike[str] | None,
     target: Path,
 ) -> None:
-    """Write a quantized model, with its tokenizer or the one in `source`; no weight is in a kernel's private layout."""
+    """Write a quantized model, with its tokenizer or the one in `source`; no weight may be in a kernel's own layout."""
     state_dict, architecture = tensors_to_write(model), architecture_of(model)
     tensors = lay_out(model, state_dict, architecture)
     if tokenizer is None and source is None:
@@ -71,7 +71,7 @@ def _write(writer: gguf.GGUFWriter, tensors: Mapping[str, FileTensor], target: P
 
 
 def _header(writer: gguf.GGUFWriter) -> bytes:
-    """Return everything before the tensors; gguf writes it only to a path."""
+    """Return all bytes before the tensors, by way of a temporary file, because gguf writes them only to a path."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "header"
         writer.write_header_to_file(file)

@@ -1,1 +1,1 @@
-"""ONNX files: written, compared with the model they came from, and run."""
+"""Write ONNX files, compare them with their models, and run them."""

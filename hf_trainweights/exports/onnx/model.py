@@ -1,4 +1,4 @@
-"""`OnnxModel` and `verify_onnx_model`: an ONNX file run in ONNX Runtime, and compared with the model it came from."""
+"""`OnnxModel` and `verify_onnx_model`: run an ONNX file in ONNX Runtime, and compare it with its model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TYPES = {
     "tensor(bool)": np.dtype(np.bool_),
 }
 
-# One array or tensor, several in order, or several by name.
+# The inputs that a caller passes: one array or tensor, several in order, or several by name.
 OnnxInputs = np.ndarray | Tensor | Sequence[Any] | Mapping[str, Any]
 
 
@@ -41,12 +41,12 @@ class OnnxModel:
 
     Args:
         path: The file.
-        providers: Names of execution providers of ONNX Runtime, the best first. Default: CUDA where it is there, then
+        providers: Names of execution providers of ONNX Runtime, the best first. Default: CUDA if there is one, then
             the CPU.
 
     Raises:
         CorruptFileError: ONNX Runtime cannot read the file.
-        ConfigError: It has no such provider.
+        ConfigError: ONNX Runtime has no such provider.
         UnsupportedError: ONNX Runtime is not installed.
     """
 
@@ -62,11 +62,11 @@ class OnnxModel:
             self._session = runtime.InferenceSession(os.fspath(path), providers=chosen)
         except Warning:
             raise
-        # It has an exception of its own for each of its error codes.
+        # ONNX Runtime has a class of exceptions for each of its error codes.
         except Exception as error:
             raise self._refused("a model that ONNX Runtime reads", error, "Export it again.") from error
-        self._inputs = {each.name: each for each in self._session.get_inputs()}
-        self.output_names = tuple(each.name for each in self._session.get_outputs())
+        self._inputs = {node.name: node for node in self._session.get_inputs()}
+        self.output_names = tuple(node.name for node in self._session.get_outputs())
 
     @property
     def input_names(self) -> tuple[str, ...]:
@@ -75,8 +75,8 @@ class OnnxModel:
 
     @property
     def input_shapes(self) -> dict[str, list[int | str | None]]:
-        """The shape of each input; a dimension that is free is a text, or None."""
-        return {name: list(each.shape) for name, each in self._inputs.items()}
+        """The shape of each input. A free dimension is a text, or None."""
+        return {name: list(node.shape) for name, node in self._inputs.items()}
 
     @property
     def providers(self) -> tuple[str, ...]:
@@ -84,11 +84,11 @@ class OnnxModel:
         return tuple(self._session.get_providers())
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, np.ndarray]:
-        """Return `predict` of inputs in order, or by name."""
+        """Run the model as `predict` does, on inputs in order or by name."""
         named = {**dict(zip(self.input_names, args, strict=False)), **kwargs}
         if kwargs and len(named) < len(args) + len(kwargs):
-            found = f"{len(args)} in order and {', '.join(kwargs)}"
-            raise ConfigError("inputs", f"each of these once: {self._shown()}", found, "Leave the others out.")
+            described = f"{len(args)} in order and {', '.join(kwargs)}"
+            raise ConfigError("inputs", f"each of these once: {self._shown()}", described, "Leave the others out.")
         return self.predict(named if kwargs else args)
 
     def predict(self, inputs: OnnxInputs) -> dict[str, np.ndarray]:
@@ -101,8 +101,8 @@ class OnnxModel:
             Each output by name.
 
         Raises:
-            ConfigError: An input is missing, unknown, or of another shape or dtype than the file's.
-            CorruptFileError: ONNX Runtime cannot compute what the file says, with these inputs.
+            ConfigError: An input is missing or unknown, or its shape or dtype differs from the file's.
+            CorruptFileError: ONNX Runtime cannot compute the file's graph with these inputs.
         """
         arrays = self._checked(inputs)
         try:
@@ -115,17 +115,17 @@ class OnnxModel:
         return dict(zip(self.output_names, outputs, strict=True))
 
     def predict_batch(self, inputs: OnnxInputs, batch_size: int = 32) -> dict[str, np.ndarray]:
-        """Run the model over parts of a large batch.
+        """Run the model on a large batch, some rows at a time.
 
         Args:
-            inputs: As for `predict`; the first dimension of each is the batch's.
-            batch_size: Rows of one part, at least 1; the last part has the rest.
+            inputs: As for `predict`. The first dimension of each is the batch.
+            batch_size: Rows of one run, at least 1. The last run has the rest.
 
         Returns:
-            Each output by name, for the whole batch.
+            Each output by name, for the full batch.
 
         Raises:
-            ConfigError: As for `predict`; or the inputs have different numbers of rows, or none; or an output has none.
+            ConfigError: As for `predict`; or inputs have different numbers of rows, or none; or an output has no rows.
         """
         if batch_size < 1:
             raise ConfigError("batch_size", "at least 1", str(batch_size), "Choose a larger one.")
@@ -135,18 +135,18 @@ class OnnxModel:
             shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
             raise ConfigError("inputs", "the same number of rows in each, and at least one", shapes, "Check the batch.")
         starts = range(0, rows.pop(), batch_size)
-        parts = [self.predict({name: a[start : start + batch_size] for name, a in arrays.items()}) for start in starts]
-        if single := [name for name in self.output_names if not parts[0][name].ndim]:
+        runs = [self.predict({name: a[start : start + batch_size] for name, a in arrays.items()}) for start in starts]
+        if single := [name for name in self.output_names if not runs[0][name].ndim]:
             raise ConfigError(f"output {single[0]}", "a row for each of the batch", "one number", "Use predict.")
-        return {name: np.concatenate([part[name] for part in parts]) for name in self.output_names}
+        return {name: np.concatenate([run[name] for run in runs]) for name in self.output_names}
 
     def _named(self, inputs: OnnxInputs) -> dict[str, np.ndarray]:
         if isinstance(inputs, np.ndarray | Tensor):
             inputs = (inputs,)
         if not isinstance(inputs, Mapping):
             if len(inputs) > len(self._inputs):
-                found = f"{len(inputs)} inputs"
-                raise ConfigError("inputs", f"{len(self._inputs)}: {self._shown()}", found, "Leave the others out.")
+                too_many = f"{len(inputs)} inputs"
+                raise ConfigError("inputs", f"{len(self._inputs)}: {self._shown()}", too_many, "Leave the others out.")
             inputs = dict(zip(self._inputs, inputs, strict=False))
         if inputs.keys() != self._inputs.keys():
             raise ConfigError("inputs", self._shown(), ", ".join(inputs) or "none", "Pass each of these, by its name.")
@@ -156,12 +156,12 @@ class OnnxModel:
         arrays = self._named(inputs)
         for name, array in arrays.items():
             shape, kind = self._inputs[name].shape, self._inputs[name].type
-            # A dimension that is free is a text, or None.
+            # A free dimension is a text, or None.
             sizes = zip(shape, array.shape, strict=False)
-            fits = len(shape) == array.ndim and all(own == size for own, size in sizes if isinstance(own, int))
+            fits = len(shape) == array.ndim and all(wanted == size for wanted, size in sizes if isinstance(wanted, int))
             if not fits or _TYPES.get(kind, array.dtype) != array.dtype:
-                found = f"{array.dtype} {list(array.shape)}"
-                raise ConfigError(f"input {name}", f"{kind} {shape}", found, "Change shape or dtype, or export again.")
+                actual = f"{array.dtype} {list(array.shape)}"
+                raise ConfigError(f"input {name}", f"{kind} {shape}", actual, "Change shape or dtype, or export again.")
         return arrays
 
     def _refused(self, expected: str, error: Exception, next_step: str) -> CorruptFileError:
@@ -186,8 +186,8 @@ class OutputDifference:
     Args:
         name: The output's name in the file.
         largest_difference: The largest absolute difference.
-        largest_value: The largest finite magnitude that the model returns.
-        ok: Whether the shape is the same, and the difference within the tolerance.
+        largest_value: The largest finite magnitude in the model's output.
+        ok: Whether the shapes are equal, and the difference is within the tolerance.
     """
 
     name: str
@@ -202,10 +202,10 @@ class OutputDifference:
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """What `verify_onnx_model` found; its truth value is the verdict.
+    """The result of `verify_onnx_model`. It is true if there are outputs and all of them agree.
 
     Args:
-        outputs: Each output of the file.
+        outputs: The difference of each output of the file.
     """
 
     outputs: tuple[OutputDifference, ...]
@@ -220,7 +220,7 @@ class VerificationReport:
 def verify_onnx_model(
     path: str | os.PathLike[str], model: nn.Module, inputs: ExampleInputs, rtol: float = 1e-5, atol: float = 1e-6
 ) -> VerificationReport:
-    """Run an ONNX file and the model it came from on the same inputs, and compare each output.
+    """Run an ONNX file and the model it was made from on the same inputs, and compare each output.
 
     A quantized model computes with its dequantized weights, one layer at a time.
 
@@ -228,41 +228,41 @@ def verify_onnx_model(
         path: The file.
         model: The model.
         inputs: A tensor, a tuple or a dict of arguments of the model.
-        rtol: How large a difference may be, relative to the largest magnitude of the output.
-        atol: How large it may be besides.
+        rtol: The allowed difference relative to the largest magnitude of the output.
+        atol: The allowed difference in addition to that.
 
     Returns:
-        The largest difference of each output, and the verdict.
+        The largest difference of each output, and whether it is allowed.
 
     Raises:
-        CorruptFileError: The file is no valid ONNX, or has other inputs or outputs than the model.
+        CorruptFileError: The file is not valid ONNX, or has other inputs or outputs than the model.
         UnsupportedError: A package is missing.
     """
     session = open_valid(path)
     arguments = Inputs.of(model, inputs)
     wanted = _call(model, arguments)
-    found = session.predict(_fed(session, model, arguments))
-    if len(found) != len(wanted):
-        raise CorruptFileError(str(path), f"{len(wanted)} outputs", f"{len(found)}", "Export this model again.")
-    pairs = zip(found.items(), wanted, strict=True)
-    return VerificationReport(tuple(compare(name, value, own, rtol, atol) for (name, value), own in pairs))
+    outputs = session.predict(_fed(session, model, arguments))
+    if len(outputs) != len(wanted):
+        raise CorruptFileError(str(path), f"{len(wanted)} outputs", f"{len(outputs)}", "Export this model again.")
+    pairs = zip(outputs.items(), wanted, strict=True)
+    return VerificationReport(tuple(compare(name, value, expected, rtol, atol) for (name, value), expected in pairs))
 
 
 def open_valid(path: str | os.PathLike[str]) -> OnnxModel:
-    """Return a file, ready to run on the CPU, after ONNX's own check; CorruptFileError: it is not valid."""
+    """Check a file by ONNX's own checker, and open it to run on the CPU; CorruptFileError: it is not valid."""
     checker = require("onnx.checker", "onnx")
     try:
         checker.check_model(os.fspath(path), full_check=True)
     except Warning:
         raise
-    # The check of shapes has an exception of its own.
+    # The check of shapes raises another class of errors than the other checks.
     except Exception as error:
         raise CorruptFileError(str(path), "valid ONNX", str(error), "Export the model again.") from error
     return OnnxModel(path, providers=["CPUExecutionProvider"])
 
 
 def _fed(session: OnnxModel, model: nn.Module, inputs: Inputs) -> dict[str, Tensor]:
-    """Return the file's inputs: by the names of the model's arguments, or in their order where the file has others."""
+    """Return the file's inputs by the names of the model's arguments, or in their order if the file has other names."""
     named = inputs.by_name(model)
     if named.keys() >= set(session.input_names):
         return {name: named[name] for name in session.input_names}
@@ -273,15 +273,15 @@ def _fed(session: OnnxModel, model: nn.Module, inputs: Inputs) -> dict[str, Tens
 def _call(model: nn.Module, inputs: Inputs) -> list[Tensor]:
     with torch.no_grad(), lowered(model, Target()):
         result = model(*inputs.args, **inputs.kwargs)
-    return [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
-def compare(name: str, found: np.ndarray, wanted: Tensor, rtol: float = 1e-5, atol: float = 1e-6) -> OutputDifference:
-    """Return how far an output of a file is from the model's; `rtol` is relative to the largest magnitude of these."""
-    if found.shape != wanted.shape or found.size == 0:
-        return OutputDifference(name, math.nan, math.nan, found.shape == wanted.shape)
-    a, b = torch.from_numpy(found).double(), wanted.detach().cpu().double()
-    # Of equal infinities, such as those that mask a score, the difference is NaN. NaN on either side is no agreement.
+def compare(name: str, output: np.ndarray, wanted: Tensor, rtol: float = 1e-5, atol: float = 1e-6) -> OutputDifference:
+    """Compare an output of a file with the model's; `rtol` is relative to the model's largest magnitude."""
+    if output.shape != wanted.shape or output.size == 0:
+        return OutputDifference(name, math.nan, math.nan, output.shape == wanted.shape)
+    a, b = torch.from_numpy(output).double(), wanted.detach().cpu().double()
+    # The difference of equal infinities, such as masked scores, would be NaN. NaN on either side never agrees.
     difference = torch.where(a == b, 0.0, a - b).abs().max().item()
     largest = torch.where(b.isfinite(), b, 0.0).abs().max().item()
     return OutputDifference(name, difference, largest, difference <= atol + rtol * largest)

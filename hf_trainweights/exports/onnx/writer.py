@@ -1,4 +1,4 @@
-"""`export_onnx`: a quantized model as an ONNX file that holds the same codes."""
+"""`export_onnx`: write a quantized model as an ONNX file that holds the same codes."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ TaskName = Literal["text-generation", "text2text-generation", "automatic-speech-
 
 
 class Task(NamedTuple):
-    """How a model becomes the graphs of a task.
+    """The functions that trace and verify a model for a task.
 
     Args:
         trace: Returns an `onnx_ir.Model` for each file, by its name; UnsupportedError: the model is for another task.
-        verify: Returns how far the files in a directory are from the model.
+        verify: Compares the files in a directory with the model.
     """
 
     trace: Callable[[Any, Target, int], dict[str, Any]]
     verify: Callable[[Path, Any], VerificationReport]
 
 
-# By the names that Transformers' pipelines have for them.
+# Tasks by their names in Transformers' pipelines.
 TASKS = {
     "text-generation": Task(trace_decoder, verify_decoder),
     **{
@@ -68,8 +68,8 @@ def export_onnx(
 ) -> None:
     """Write a quantized model as an ONNX file that holds the same codes and scales.
 
-    By default the file holds one call of `forward`. With a task, `out` is a directory of what generates text:
-    `config.json`, `generation_config.json`, the files of the tokenizer where the model comes from a directory, and
+    By default the file holds one call of `forward`. If there is a task, `out` is a directory for text generation. It
+    has `config.json`, `generation_config.json`, the tokenizer's files if the model comes from a directory, and
 
     - with `"text-generation"`, `model.onnx`: a decoder with past;
     - with `"text2text-generation"` (T5, BART) or `"automatic-speech-recognition"` (Whisper), `encoder_model.onnx`,
@@ -77,24 +77,24 @@ def export_onnx(
 
     Args:
         model_or_directory: A module with quantized float32 weights, or the directory of a quantized model.
-        out: The file, which ends in `.onnx`; a file of that name is replaced. With a task, a directory.
+        out: The file, which ends in `.onnx`; a file of that name is replaced. For a task it is a directory.
         task: None for one call of `forward`, or one of the tasks above.
         example_inputs: A tensor, a tuple or a dict of arguments; None for text and image models of Transformers, and
             with a task.
         runtime: `"portable"` for ops of ONNX alone; `"onnxruntime"` for ONNX Runtime's own products of codes.
         opset: Version of ONNX's ops, at least 21.
-        dynamic_axes: As for `torch.onnx.export`. Of a model of Transformers all axes are free that it leaves free.
+        dynamic_axes: As for `torch.onnx.export`. By default a model of Transformers has all axes free that it allows.
         dynamic_shapes: As for `torch.export.export`.
         input_names: Names of the graph's inputs; a task has its own.
-        output_names: Names of its outputs; a task has its own.
-        external_data: Whether weights go to a second file, `<file>.data`; None where the first would become too large.
-        verify: Whether to run the file in ONNX Runtime before it is put in place, and compare.
+        output_names: Names of the graph's outputs; a task has its own.
+        external_data: Whether weights go to a second file, `<file>.data`. By default they do if one file is too large.
+        verify: Whether to run the file in ONNX Runtime and compare it with the model, before it is put in place.
 
     Raises:
-        ConfigError: An option is wrong, the directory holds no whole model, or nothing in it is quantized.
+        ConfigError: An option is wrong, the directory holds no complete model, or no weight of it is quantized.
         CorruptFileError: A weight file of the directory is damaged.
-        UnsupportedError: ONNX cannot hold the model, or computes something else with it, or a package is missing.
-        SaveError: `out` cannot be written; what was there before is untouched.
+        UnsupportedError: ONNX cannot hold the model, the file computes other results, or a package is missing.
+        SaveError: `out` cannot be written. Earlier files there are untouched.
 
     Examples:
         >>> export_onnx("llama-int4", "llama-onnx", task="text-generation", runtime="onnxruntime")  # doctest: +SKIP
@@ -114,7 +114,7 @@ def export_onnx(
 
 
 def _one_call(file: str, inputs: Inputs, options: Mapping[str, Any]) -> Task:
-    """Return how any module becomes the graph of one call of its `forward`."""
+    """Return the functions that trace and verify one call of any module's `forward`."""
     return Task(
         trace=lambda model, target, opset: {file: trace(model, inputs, target, opset, options)},
         verify=lambda directory, model: verify_onnx_model(directory / file, model, inputs.args or inputs.kwargs),
@@ -122,7 +122,7 @@ def _one_call(file: str, inputs: Inputs, options: Mapping[str, Any]) -> Task:
 
 
 def _write_companions(model: PreTrainedModel, source: nn.Module | str | os.PathLike[str], directory: Path) -> None:
-    """Write what readers of ONNX files take a tokenizer, sizes and special tokens from."""
+    """Write the files from which readers of ONNX files take the tokenizer, sizes and special tokens."""
     if not isinstance(source, nn.Module):
         copy_companions(source, directory)
     write_config(model, directory, None, torch.float32)
@@ -133,12 +133,12 @@ def _check(task: str | None, out: Path, runtime: str, opset: object, options: Ma
     if runtime not in [*_TARGETS]:
         raise ConfigError("runtime", f"one of {', '.join(_TARGETS)}", repr(runtime), "Choose one of these.")
     if type(opset) is not int or opset < BLOCKS_OPSET:
-        found = f"{opset}, which has no scales for blocks" if type(opset) is int else repr(opset)
-        raise ConfigError("opset", f"{BLOCKS_OPSET} or later", found, f"Leave it out, or pass {BLOCKS_OPSET}.")
+        fault = f"{opset}, which has no scales for blocks" if type(opset) is int else repr(opset)
+        raise ConfigError("opset", f"{BLOCKS_OPSET} or later", fault, f"Leave it out, or pass {BLOCKS_OPSET}.")
     for name in ("input_names", "output_names"):
-        given = options[name]
-        if given is not None and not (isinstance(given, list | tuple) and all(isinstance(each, str) for each in given)):
-            raise ConfigError(name, "a list of names", repr(given)[:80], "Pass a list of strings, or leave it out.")
+        names = options[name]
+        if names is not None and not (isinstance(names, list | tuple) and all(isinstance(item, str) for item in names)):
+            raise ConfigError(name, "a list of names", repr(names)[:80], "Pass a list of strings, or leave it out.")
     if task is not None:
         _check_task(task, out, options)
     else:
@@ -148,9 +148,9 @@ def _check(task: str | None, out: Path, runtime: str, opset: object, options: Ma
 def _check_task(task: str, out: Path, options: Mapping[str, Any]) -> None:
     if task not in [*TASKS]:
         raise ConfigError("task", f"None or one of {', '.join(TASKS)}", repr(task), "Choose one of these.")
-    if given := [name for name, value in options.items() if value is not None]:
-        found = f"{', '.join(given)} with task={task!r}"
-        raise ConfigError(given[0], "inputs, names and free dimensions of the task's own", found, "Leave these out.")
+    if extra := [name for name, value in options.items() if value is not None]:
+        clash = f"{', '.join(extra)} with task={task!r}"
+        raise ConfigError(extra[0], "inputs, names and free dimensions of the task's own", clash, "Leave these out.")
     if out.suffix == ".onnx" or out.is_file():
         raise ConfigError("out", f"a directory for task={task!r}", str(out), f"Write to {out.with_suffix('')}.")
     if there := [name for name in ENTRY_POINTS if (out / name).exists()]:
@@ -159,7 +159,7 @@ def _check_task(task: str, out: Path, options: Mapping[str, Any]) -> None:
 
 
 def _check_outputs(out: Path, verify: Callable[[], VerificationReport]) -> None:
-    """Check files; what ONNX Runtime refuses, such as Falcon with alibi, is told of as a model and not as a file."""
+    """Verify files. UnsupportedError: outputs differ, or ONNX Runtime refuses the model, such as Falcon with alibi."""
     try:
         report = verify()
     except CorruptFileError as error:

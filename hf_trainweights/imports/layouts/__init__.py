@@ -1,4 +1,4 @@
-"""The registry of layouts, by the `quant_method` of config.json."""
+"""The layouts of other quantizers, by the `quant_method` in config.json."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ LAYOUTS: dict[str, type[Layout]] = {
 
 
 def layout_of(config: Mapping[str, Any], metadata: Mapping[str, str]) -> Layout:
-    """Return the layout that a `quantization_config` describes; ConfigError: it is none of `LAYOUTS`.
+    """Return the layout that a `quantization_config` describes; ConfigError: `LAYOUTS` has no such layout.
 
-    `metadata` is what the headers of the safetensors files say beside the tensors.
+    `metadata` is the metadata in the headers of the safetensors files.
     """
     method = config.get("quant_method")
     if not isinstance(method, str) or method not in LAYOUTS:
-        known = ", ".join(LAYOUTS)
-        raise ConfigError(f"{WHERE}: quant_method", f"one of {known}", repr(method), "Load other models as they are.")
+        methods = ", ".join(LAYOUTS)
+        raise ConfigError(f"{WHERE}: quant_method", f"one of {methods}", repr(method), "Load other models as they are.")
     return LAYOUTS[method](config, metadata)

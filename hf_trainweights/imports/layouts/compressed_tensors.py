@@ -34,21 +34,21 @@ from hf_trainweights.imports.layouts.base import (
     group_count,
     integer,
     matrix,
-    no_place,
     unpack,
+    unsupported,
 )
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 _CODES_PER_WORD = {4: 8, 8: 4}
-_HELD = {("int", 4), ("int", 8), ("float", 8)}
-# Which columns share a scale; None is what older files have, and one for a row or for the whole weight.
+_SUPPORTED = {("int", 4), ("int", 8), ("float", 8)}
+# The names of the ways in which elements share scales. Older files have none: a row or the weight then has one scale.
 _STRATEGIES = (None, "tensor", "channel", "group", "block")
 _FLOAT8_ZEROS = (*INTEGERS, *FLOAT8_SCALES, torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True)
 class _Scheme:
-    """How config.json says that weights are quantized."""
+    """The quantization of the weights in one group of config.json."""
 
     kind: str
     bits: int
@@ -85,20 +85,20 @@ class CompressedTensors(Layout):
         for key, value in (("transform_config", config.get("transform_config")), ("sparsity_config", sparsity)):
             dense = isinstance(value, Mapping) and value.get("format", "dense") == "dense" and key == "sparsity_config"
             if value and not dense:
-                raise no_place(f"{WHERE}: {key}", "weights that are used as they are", repr(value)[:200])
+                raise unsupported(f"{WHERE}: {key}", "weights that are used as they are", repr(value)[:200])
 
     def weight(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
-        """Return the weight of a module; settings for its activations are left out."""
+        """Return the weight of a module. Settings for its activations are ignored."""
         name, plain = f"{module}.weight", tensors.get("weight")
         if plain is not None and plain.dtype in FLOAT_DTYPES:
-            raise no_place(name, "compressed codes", f"{plain.dtype}: quantized, but never compressed")
+            raise unsupported(name, "compressed codes", f"{plain.dtype}: quantized, but never compressed")
         packed = bool({"weight_packed", "weight_shape"} & tensors.keys())
         N, K, schemes = self._packed(module, tensors) if packed else self._plain(module, tensors)
         _check_scales(module, tensors, N, K, schemes)
         scale, zero = tensors["weight_scale"], tensors.get("weight_zero_point")
         if schemes[0].kind == "float":
             if zero is not None and bool(zero.double().any()):
-                raise no_place(name, "float8 without zero points", "zero points other than 0")
+                raise unsupported(name, "float8 without zero points", "zero points other than 0")
             rows = next((scheme.block[0] for scheme in self._schemes if scheme.block is not None), 1)
             return float8_weight(name, tensors["weight"], scale, rows)
         bits = schemes[0].bits if packed else 8
@@ -111,7 +111,7 @@ class CompressedTensors(Layout):
         return asymmetric_weight(name, codes, scale, zero, bits)
 
     def _plain(self, module: str, tensors: Mapping[str, Tensor]) -> tuple[int, int, list[_Scheme]]:
-        """Return rows, columns and the schemes that codes of 8 bits may have."""
+        """Check unpacked codes of 8 bits, and return their rows, their columns and the schemes that fit them."""
         N, K = matrix(module, tensors, "weight", torch.int8, torch.float8_e4m3fn)
         kind = "int" if tensors["weight"].dtype is torch.int8 else "float"
         fitting = [scheme for scheme in self._schemes if scheme.kind == kind]
@@ -121,7 +121,7 @@ class CompressedTensors(Layout):
         return N, K, fitting
 
     def _packed(self, module: str, tensors: Mapping[str, Tensor]) -> tuple[int, int, list[_Scheme]]:
-        """Return rows, columns and the schemes that int32 words may have, which are of one number of bits."""
+        """Check int32 words of codes, and return rows, columns and the schemes that fit, which have the same bits."""
         rows, words = matrix(module, tensors, "weight_packed", torch.int32)
         check_tensor(module, tensors, "weight_shape", (torch.int64, torch.int32), (2,))
         N, K = tensors["weight_shape"].tolist()
@@ -140,40 +140,40 @@ class CompressedTensors(Layout):
 
 
 def _check_scales(module: str, tensors: Mapping[str, Tensor], N: int, K: int, schemes: list[_Scheme]) -> None:
-    """Check the tensors beside the codes of a weight of N rows and K columns that may be of several schemes."""
+    """Check the tensors beside the codes of a weight of N rows and K columns, to which several schemes may fit."""
     is_float = schemes[0].kind == "float"
     shapes = dict.fromkeys(shape for scheme in schemes for shape in scheme.scale_shapes(N, K))
     check_tensor(module, tensors, "weight_scale", FLOAT8_SCALES if is_float else FLOAT_DTYPES, *shapes)
-    # Which group of config.json a module belongs to is told by its tensors.
-    found = tuple(tensors["weight_scale"].shape)
-    schemes = [scheme for scheme in schemes if found in scheme.scale_shapes(N, K)]
+    # The group of config.json that a module belongs to is recognized by the shape of its scale.
+    scale_shape = tuple(tensors["weight_scale"].shape)
+    schemes = [scheme for scheme in schemes if scale_shape in scheme.scale_shapes(N, K)]
     for scheme in schemes if not is_float else ():
         check_groups(f"{module}.weight", K, scheme.block[1] if scheme.block else scheme.group_size)
-    zeros = found
+    zeros_shape = scale_shape
     if _has_packed_zeros(tensors):
-        zeros = (-(-N // _CODES_PER_WORD[schemes[0].bits]), found[1])
+        zeros_shape = (-(-N // _CODES_PER_WORD[schemes[0].bits]), scale_shape[1])
     has_zeros = any(not scheme.symmetric for scheme in schemes)
     dtypes = _FLOAT8_ZEROS if is_float else INTEGERS
-    check_tensor(module, tensors, "weight_zero_point", dtypes, zeros, required=has_zeros)
+    check_tensor(module, tensors, "weight_zero_point", dtypes, zeros_shape, required=has_zeros)
     by_activations = any(scheme.by_activations for scheme in schemes)
     check_tensor(module, tensors, "weight_g_idx", INTEGERS, (K,), required=by_activations)
 
 
 def _has_packed_zeros(tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether zero points are words too: packed like the codes, but along the rows."""
+    """Return whether the zero points are packed into words like the codes, but along the rows."""
     zero = tensors.get("weight_zero_point")
     are_words = zero is not None and zero.dtype is torch.int32
     return "weight_packed" in tensors and are_words and tensors["weight_scale"].dim() == 2
 
 
 def _scheme(where: str, weights: Mapping[str, Any]) -> _Scheme:
-    """Return what one group of config.json says of its weights."""
+    """Read the quantization of the weights from one group of config.json."""
     bits, kind = integer(weights, "num_bits", where), weights.get("type", "int")
-    if not isinstance(kind, str) or (kind, bits) not in _HELD:
-        raise no_place(where, "int4, int8 or float8 weights", f"{kind} of {bits} bits")
+    if not isinstance(kind, str) or (kind, bits) not in _SUPPORTED:
+        raise unsupported(where, "int4, int8 or float8 weights", f"{kind} of {bits} bits")
     strategy = weights.get("strategy")
     if strategy not in _STRATEGIES:
-        raise no_place(where, "scales of tensors, channels, groups or blocks", f"strategy {strategy!r}")
+        raise unsupported(where, "scales of tensors, channels, groups or blocks", f"strategy {strategy!r}")
     if strategy is None and weights.get("group_size") not in (None, -1):
         strategy = "group"
     size = integer(weights, "group_size", where) if strategy == "group" else -1

@@ -1,6 +1,7 @@
-"""torchao's weights as Transformers writes them to safetensors: plain tensors, described in the header's metadata.
+"""torchao's weights as Transformers writes them to safetensors.
 
-`_weight_qdata`, `_weight_scale` and `_weight_zero_point`; the metadata names the tensor subclass and its attributes.
+A weight is stored as the plain tensors `_weight_qdata`, `_weight_scale` and, for some, `_weight_zero_point`. The
+metadata in the file's header has the name and the attributes of the weight's tensor subclass.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from hf_trainweights.imports.layouts.base import (
     check_tensor,
     float8_weight,
     matrix,
-    no_place,
+    unsupported,
 )
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 _INT4 = ("int2", "int3", "int4")
 _INTX = "IntxUnpackedToInt8Tensor"
-_HELD = {"Int8Tensor": torch.int8, _INTX: torch.int8, "Float8Tensor": torch.float8_e4m3fn}
+_CODE_DTYPES = {"Int8Tensor": torch.int8, _INTX: torch.int8, "Float8Tensor": torch.float8_e4m3fn}
 
 
 class TorchAO(Layout):
@@ -47,10 +48,10 @@ class TorchAO(Layout):
         name = f"{module}.weight"
         kind, block, bits, has_zeros = self._described(name)
         if "_weight_act_pre_scale" in tensors:
-            raise no_place(name, "weights alone", "a scale for activations (act_pre_scale)")
-        if kind not in _HELD:
-            raise no_place(name, f"{', '.join(_HELD)} of torchao", f"a {kind}")
-        dtype = _HELD[kind]
+            raise unsupported(name, "weights alone", "a scale for activations (act_pre_scale)")
+        if kind not in _CODE_DTYPES:
+            raise unsupported(name, f"{', '.join(_CODE_DTYPES)} of torchao", f"a {kind}")
+        dtype = _CODE_DTYPES[kind]
         is_float = dtype is torch.float8_e4m3fn
         N, K = matrix(module, tensors, "_weight_qdata", dtype)
         if not is_float:
@@ -65,11 +66,11 @@ class TorchAO(Layout):
         return asymmetric_weight(name, codes, scale, zero, bits)
 
     def _described(self, name: str) -> tuple[str, tuple[int, int], int, bool]:
-        """Return a weight's kind, rows and columns that share a scale, bits, and whether it has zero points."""
+        """Read a weight's tensor subclass, block of one scale, bits, and whether it has zero points."""
         try:
             described = json.loads(self.metadata[name])
             kind, attributes = described["_type"], described.get("_data", {})
-            rows, columns = attributes["block_size"] if kind in _HELD else (1, 1)
+            rows, columns = attributes["block_size"] if kind in _CODE_DTYPES else (1, 1)
             target, stored = attributes.get("target_dtype", {}), described.get("_tensor_data_names", [])
             if min(rows, columns) > 0 and isinstance(kind, str) and isinstance(rows + columns, int):
                 bits = 4 if target.get("_data") in _INT4 else 8
