@@ -180,7 +180,7 @@ class StorageEncoder:
         yield self._counted(part.blocks, part.crc32)
         part.storage.sizes += part.sizes
         part.storage.flags += part.flags
-        if len(part.storage.flags) == len(part.storage.chunks.parts):
+        if len(part.storage.flags) == len(part.storage.chunks.ranges):
             yield from self._add(part.storage.finish())
 
     def _counted(self, piece: Tensor, crc32: int) -> tuple[Tensor, int, bool]:
@@ -227,7 +227,7 @@ class StorageEncoder:
             if large is None:
                 yield size_bytes, partial(self._encode, unit)
                 continue
-            parts = large.chunks.parts
+            parts = large.chunks.ranges
             for start in range(0, len(parts), _CHUNKS):
                 yield size_bytes * _CHUNKS // len(parts), partial(_encode_part, large, start)
 
@@ -373,8 +373,8 @@ def _encode_within(codec: Codec, tensor: Tensor, references: References, most_by
     if not isinstance(codec, ChunkedCodec):
         return codec.encode(tensor, references)
     chunks = codec.chunks(tensor, references)
-    writer, flags = chunks.encode(chunks.parts, most_bytes)
-    return chunks.finish(writer, flags) if len(flags) == len(chunks.parts) else None
+    writer, flags = chunks.encode(chunks.ranges, most_bytes)
+    return chunks.finish(writer, flags) if len(flags) == len(chunks.ranges) else None
 
 
 def _plan_of(storage: Storage, plan: Plan) -> TensorPlan:
@@ -388,6 +388,6 @@ def _coded(index: int, codec: Codec, encoded: EncodedTensor) -> _Coded:
 
 
 def _encode_part(storage: _LargeStorage, start: int) -> _Part:
-    writer, flags = storage.chunks.encode(storage.chunks.parts[start : start + _CHUNKS])
+    writer, flags = storage.chunks.encode(storage.chunks.ranges[start : start + _CHUNKS])
     blocks, sizes = writer.blocks()
     return _Part(storage, blocks, payload_crc32([blocks]), sizes, flags)
