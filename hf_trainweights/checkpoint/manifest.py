@@ -1,6 +1,6 @@
-"""`trainweights.json`: what a checkpoint directory holds, file by file, so that damage is found before it is used.
+"""`trainweights.json` lists the files of a checkpoint directory with digests, so that readers find damage before use.
 
-The manifest is one JSON object that carries its own digest, see `files.reading`:
+The manifest is one JSON object that contains its own digest, see `files.reading`:
 
     {
       "anchor": null,
@@ -18,14 +18,15 @@ The manifest is one JSON object that carries its own digest, see `files.reading`
       "torch_version": "..."
     }
 
-A file that was rounded stays rounded when it is encoded once more without a loss, and when it is restored. Its report
-says what encoding it cost, the optional key `rounded_before` what it had lost before: file name to role to the largest
-error of an element. A sharded checkpoint has the optional key `sharded`
-(dcp/metadata.py). Where weights are stored against others outside the run, the optional key `base` says which
-(encoded/structure.py). Numbers that are not finite stand as `NaN` and `Infinity`, as Python's json writes them.
-File names are relative, their parts are joined by `/`; there is no `..`, no absolute path, and no link is followed.
+A file that was rounded stays rounded when it is encoded once more without a loss, and when it is restored. So errors
+are in two places: the file's report has the errors of its last encoding, and the optional key `rounded_before` has the
+errors from before: file name to role to the largest error of an element. A sharded checkpoint has the optional key
+`sharded` (dcp/metadata.py). If weights are stored against a base, weights outside the run, the optional key `base`
+names it (encoded/structure.py). Numbers that are not finite stand as `NaN` and `Infinity`, as Python's json writes
+them. File names are relative, never absolute. Their parts are joined by `/`, no part is `..`, and readers follow no
+links.
 
-Types and ranges are checked as well: a right digest proves the text whole, not that it makes sense.
+Readers check types and ranges as well: a right digest proves that the text is intact, not that it makes sense.
 """
 
 from __future__ import annotations
@@ -52,17 +53,18 @@ MANIFEST_NAME = "trainweights.json"
 
 _FORMAT = "trainweights-checkpoint"
 _FORMAT_VERSION = 1
-# Left out where they are empty.
+# Keys that are left out if they are empty.
 _OPTIONAL = ("rounded_before", "sharded", "base")
 _MAX_MANIFEST_BYTES = 1 << 30  # 500 to 600 bytes a tensor; a 70B model with AdamW has up to 1.3 MB on each rank
 
 PLAIN_MODE = "plain"
 
+# Modes from the one that rounds least to the one that rounds most.
 _RANKS = {mode: rank for rank, mode in enumerate((PLAIN_MODE, *MODES))}
 
 
 _OR_NULL = ", or null"
-# What a field may hold, in words, and whether a value fits. File systems count bytes in 64 bits with a sign.
+# The kinds of fields, as errors name them, and a check of a value. File systems count bytes in 64 bits with a sign.
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "a text": lambda value: type(value) is str,
     "an object": lambda value: type(value) is dict,
@@ -103,7 +105,7 @@ _TENSOR = {
 
 
 def require_fields(where: str, value: object, kinds: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return an object from JSON that has fields of certain kinds, maybe others; CorruptFileError: it has not."""
+    """Return JSON that is an object with fields of these kinds, and maybe others; CorruptFileError: it is not."""
     if not isinstance(value, Mapping):
         raise _corrupt(where, "an object", repr(value))
     for name, kind in kinds.items():
@@ -115,7 +117,7 @@ def require_fields(where: str, value: object, kinds: Mapping[str, str]) -> Mappi
 
 
 def require_amounts(where: str, amounts: object) -> None:
-    """Check that an object from JSON has finite numbers of at least 0 under any names; CorruptFileError: it has not."""
+    """Check that JSON is an object whose values are finite numbers of at least 0; else CorruptFileError."""
     kind = "a finite number of at least 0"
     for name, amount in require_fields(where, amounts, {}).items():
         if not _fits(amount, kind):
@@ -138,8 +140,8 @@ class FileEntry:
     Args:
         size_bytes: Its length.
         sha256: Its digest, 64 hexadecimal digits.
-        report: What the encoder reported of an encoded file: `{"tensors": [...], "anchor": sha256 or None}`,
-            per tensor codec, parameters, error bound, bytes in and out. Empty for a file stored as it is.
+        report: For an encoded file `{"tensors": [...], "anchor": sha256 or None}`, with codec, parameters, error bound,
+            bytes in and out of each tensor. Empty for a file stored as it is.
     """
 
     size_bytes: int
@@ -148,28 +150,28 @@ class FileEntry:
 
     @property
     def plain_bytes(self) -> int:
-        """Bytes that it would take without encoding."""
+        """The size that the file would have without encoding."""
         tensors = self.report.get("tensors")
         return self.size_bytes if tensors is None else sum(tensor["bytes_in"] for tensor in tensors)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one checkpoint directory holds.
+    """The content of a checkpoint directory.
 
     Args:
         files: Relative file name to its entry.
-        mode: How it was stored: a mode of the policy, or "plain" for files without any encoding.
-        step: Steps done, or None where unknown.
-        epoch: Epochs done, a fraction within one, or None where unknown.
-        metrics: What the caller logged. JSON; NaN and infinities are allowed.
+        mode: How the checkpoint was stored: a mode of the policy, or "plain" for files without any encoding.
+        step: Finished steps, or None if unknown.
+        epoch: Finished epochs, with a fraction for the current one, or None if unknown.
+        metrics: Metrics that the caller logged. JSON; NaN and infinities are allowed.
         metadata: Anything else worth keeping. JSON.
         anchor: State of the anchor that later checkpoints may be stored against, see `AnchorRecord`.
-        rounded_before: By file name and role the largest error of an element that an earlier rounding left in the file.
-            The key is left out where nothing was.
-        sharded: What a sharded checkpoint holds beside its files, see dcp/metadata.py; others lack the key.
-        base: The weights outside the run that `anchor` means; others lack the key.
-        created: When it was written, ISO 8601 with a time zone.
+        rounded_before: By file name and role, the largest error of an element from before the file's last encoding.
+            The file lacks the key if there was no such rounding.
+        sharded: Content of a sharded checkpoint beside its files, see dcp/metadata.py. Others lack the key.
+        base: The weights outside the run that `anchor` refers to. Checkpoints without a base lack the key.
+        created: Time of writing, ISO 8601 with a time zone.
         package_version: Version of hf_trainweights that wrote it.
         torch_version: Version of torch that wrote it.
     """
@@ -190,7 +192,7 @@ class Manifest:
 
     @property
     def keeps_base(self) -> bool:
-        """Whether the directory holds the files of `base`, so that it needs nothing outside."""
+        """Whether the directory has the files of `base`, so that reading it takes no files outside."""
         if self.base is None:
             return False
         return all(anchor_file_name(sha256) in self.files for sha256 in self.base.files.values())
@@ -198,11 +200,11 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """Return the text of the manifest file.
 
-        ConfigError: metrics or metadata hold something that JSON cannot, or step or epoch is what no reader takes.
+        ConfigError: JSON cannot hold metrics or metadata, or readers would refuse step or epoch.
         """
         require_progress(self.step, self.epoch)
-        for part in ("metrics", "metadata"):
-            require_json(getattr(self, part), part)
+        for name in ("metrics", "metadata"):
+            require_json(getattr(self, name), name)
         fields = {name: value for name, value in vars(self).items() if name not in _OPTIONAL or value}
         if self.base is not None:
             fields["base"] = self.base.to_dict()
@@ -210,7 +212,7 @@ class Manifest:
 
 
 def require_progress(step: object, epoch: object = None) -> None:
-    """Check how far training has come before it is written, as readers do; ConfigError names the one that is wrong."""
+    """Check step and epoch before they are written, as readers will; ConfigError names the wrong one."""
     for name, value in {"step": step, "epoch": epoch}.items():
         if not _fits(value, _MANIFEST[name]):
             next_step = f"Turn it into a number of Python's, or leave {name} out."
@@ -218,15 +220,15 @@ def require_progress(step: object, epoch: object = None) -> None:
 
 
 def require_json(value: object, where: str, levels: int = MAX_DEPTH) -> None:
-    """Check that JSON can hold a value and give it back; a ConfigError names the key, from `where` on.
+    """Check that a value survives JSON; a ConfigError names the key, from `where` on.
 
-    Lists and dicts may be nested `levels` deep, which one within itself is not.
+    Lists and dicts may be nested `levels` deep, which also excludes a list or dict that contains itself.
     """
     if value is None or isinstance(value, str | int | float | bool):
         return
     if levels == 0:
-        found = "deeper ones, or one within itself"
-        raise ConfigError(where, f"lists and dicts nested at most {MAX_DEPTH} deep", found, "Flatten them.")
+        problem = "deeper ones, or one within itself"
+        raise ConfigError(where, f"lists and dicts nested at most {MAX_DEPTH} deep", problem, "Flatten them.")
     if isinstance(value, list | tuple):
         for index, item in enumerate(value):
             require_json(item, f"{where}[{index}]", levels - 1)
@@ -241,20 +243,20 @@ def require_json(value: object, where: str, levels: int = MAX_DEPTH) -> None:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write `trainweights.json`, durably and in one step; everything it lists must be durable already.
+    """Write `trainweights.json`, durably and in one step; all files that it lists must be durable already.
 
     SaveError: it is longer than readers allow.
     """
     path, content = directory / MANIFEST_NAME, manifest.to_bytes()
     if len(content) > _MAX_MANIFEST_BYTES:
-        expected, found = f"at most {_MAX_MANIFEST_BYTES} bytes", f"{len(content)} bytes"
-        raise SaveError(str(path), expected, found, "Save fewer tensors, or the same ones on fewer ranks.")
+        next_step = "Save fewer tensors, or the same ones on fewer ranks."
+        raise SaveError(str(path), f"at most {_MAX_MANIFEST_BYTES} bytes", f"{len(content)} bytes", next_step)
     with replace_file(path) as file:
         file.write(content)
 
 
 def read_manifest(directory: str | Path) -> Manifest:
-    """Read and check `trainweights.json`, but not the files it lists; their names are safe to append to `directory`.
+    """Read and check `trainweights.json`, not the files that it lists. Their names are safe to append to `directory`.
 
     CorruptFileError names the key whose value has a wrong type or range. FileNotFoundError: there is no manifest.
     """
@@ -264,10 +266,10 @@ def read_manifest(directory: str | Path) -> Manifest:
     content = b"".join(read_chunks(path))
     try:
         value = json.loads(content)
-        is_whole, kind = is_signed(content, value), (value.get("format"), value.get("format_version"))
+        is_intact, kind = is_signed(content, value), (value.get("format"), value.get("format_version"))
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise _corrupt(path, "a manifest", f"{type(error).__name__}: {error}") from error
-    if not is_whole:
+    if not is_intact:
         raise _corrupt(path, "the text and digest that were written", "something else")
     if kind != (_FORMAT, _FORMAT_VERSION):
         raise _corrupt(path, f"{_FORMAT!r} version {_FORMAT_VERSION}", f"{kind[0]!r} version {kind[1]!r}")
@@ -300,7 +302,7 @@ def _parse(value: dict[str, Any]) -> Manifest:
 
 
 def reported_rounding(report: Mapping[str, Any]) -> dict[str, float]:
-    """Return by role the largest error of an element that encoding a file cost, in the codec's unit, if any."""
+    """Return by role the largest error from encoding a file, in the codec's unit; exact roles have no entry."""
     largest: dict[str, float] = {}
     for tensor in report.get("tensors", ()):
         if tensor["bound"]:
@@ -309,41 +311,42 @@ def reported_rounding(report: Mapping[str, Any]) -> dict[str, float]:
 
 
 def add_rounding(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
-    """Return the error by role of values that were rounded twice."""
+    """Return the largest errors by role of values that were rounded twice: the sums."""
     return {role: first.get(role, 0.0) + second.get(role, 0.0) for role in {**first, **second}}
 
 
 def total_rounding(manifest: Manifest) -> dict[str, float]:
-    """Return by role the largest error of an element of a checkpoint; nothing for a role that is exact."""
+    """Return by role the largest error of an element of a checkpoint, from all roundings; exact roles have no entry."""
     totals: dict[str, float] = {}
     for name, entry in manifest.files.items():
-        of_file = add_rounding(manifest.rounded_before.get(name, {}), reported_rounding(entry.report))
-        for role, bound in of_file.items():
+        bounds = add_rounding(manifest.rounded_before.get(name, {}), reported_rounding(entry.report))
+        for role, bound in bounds.items():
             totals[role] = max(bound, totals.get(role, 0.0))
     return totals
 
 
 def with_earlier_rounding(manifest: Manifest, previous: Manifest | None, encoded: Collection[str]) -> Manifest:
-    """Carry into a new manifest what the previous one knows of rounding; `encoded` are files that were encoded since.
+    """Carry the rounding that the previous manifest records into a new one, as `rounded_before` and mode.
 
-    Its mode becomes the lossiest that a file in it was stored by, and stays if no file was encoded.
+    `encoded` are the files that were encoded since then: `rounded_before` gets the errors of their old reports. If
+    another file was rounded, the mode becomes the lossier one of both manifests, or stays if no file was encoded.
     """
     if previous is None:
         return manifest
     before: dict[str, dict[str, float]] = {}
     mode = manifest.mode
     for name in previous.files.keys() & manifest.files.keys():
-        of_encoding = reported_rounding(previous.files[name].report)
-        if lost := add_rounding(previous.rounded_before.get(name, {}), of_encoding if name in encoded else {}):
-            before[name] = lost
-        if of_encoding and name not in encoded:
+        reported = reported_rounding(previous.files[name].report)
+        if bounds := add_rounding(previous.rounded_before.get(name, {}), reported if name in encoded else {}):
+            before[name] = bounds
+        if reported and name not in encoded:
             mode = lossiest([mode, previous.mode]) if encoded else previous.mode
     return replace(manifest, mode=mode, rounded_before=before)
 
 
 def lossiest(modes: Iterable[str]) -> str:
-    """Return the mode that may round most; one that is unknown may round more than any other."""
-    return max(modes, key=lambda each: _RANKS.get(each, len(_RANKS)))
+    """Return the mode that may round most. Unknown modes count as rounding most of all."""
+    return max(modes, key=lambda mode: _RANKS.get(mode, len(_RANKS)))
 
 
 def shown_mode(manifest: Manifest) -> str:
@@ -352,5 +355,5 @@ def shown_mode(manifest: Manifest) -> str:
     if not totals or not (is_exact_mode or manifest.rounded_before):
         return manifest.mode
     weights = totals.get("weight")
-    what = "optimizer states rounded" if weights is None else f"weights off by up to {weights:.1e}"
-    return f"{manifest.mode} ({what})"
+    rounding = "optimizer states rounded" if weights is None else f"weights off by up to {weights:.1e}"
+    return f"{manifest.mode} ({rounding})"

@@ -1,6 +1,6 @@
-"""Codecs: how one tensor becomes bytes at rest. To add one: one file here and one line in `CODECS`.
+"""Codecs: each turns one tensor of a checkpoint into bytes, and back. To add one: one file here, one line in `CODECS`.
 
-One that another package brings is added by `register_codec`.
+Another package adds its own codec by `register_codec`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ CODECS: dict[str, type[Codec]] = {codec.codec_id: codec for codec in _CODECS}
 
 
 def register_codec(codec: type[Codec]) -> type[Codec]:
-    """Add a codec of your own to those that rules may name and files may hold; it serves as a decorator.
+    """Add a codec of your own, so that rules may name it and files may use it. The function serves as a decorator.
 
-    Whoever reads such a file registers the codec first. A `codec_id` never changes meaning, so begin it with the name
-    of your package.
+    A process that reads such a file must register the codec first. A `codec_id` never changes meaning, so begin it with
+    the name of your package.
 
     Args:
         codec: A frozen dataclass with `codec_id`, `lossless`, `roles`, `_encode` and `_decode`; see `Codec`.
@@ -31,7 +31,7 @@ def register_codec(codec: type[Codec]) -> type[Codec]:
         The same class.
 
     Raises:
-        ConfigError: It is no such class, or its `codec_id` belongs to another one.
+        ConfigError: The class is not such a codec, or its `codec_id` belongs to another class.
 
     Examples:
         >>> @register_codec
@@ -46,10 +46,10 @@ def register_codec(codec: type[Codec]) -> type[Codec]:
         raise ConfigError(where, "a subclass of Codec with _encode and _decode", repr(codec), "Derive it from Codec.")
     codec_id, roles = getattr(codec, "codec_id", None), getattr(codec, "roles", ())
     if not isinstance(codec_id, str) or not codec_id or not hasattr(codec, "lossless") or not {*roles} <= {*ROLES}:
-        found = f"codec_id {codec_id!r}, roles {roles!r}"
         expected = f"codec_id, lossless, and roles of {', '.join(ROLES)}"
-        raise ConfigError(where, expected, found, "Set these attributes of the class.")
+        attributes = f"codec_id {codec_id!r}, roles {roles!r}"
+        raise ConfigError(where, expected, attributes, "Set these attributes of the class.")
     if CODECS.setdefault(codec_id, codec) is not codec:
-        found = f"{CODECS[codec_id].__module__}.{CODECS[codec_id].__qualname__}"
-        raise ConfigError(where, f"a codec_id of its own, {codec_id!r} is taken", found, "Choose another codec_id.")
+        owner = f"{CODECS[codec_id].__module__}.{CODECS[codec_id].__qualname__}"
+        raise ConfigError(where, f"a codec_id of its own, {codec_id!r} is taken", owner, "Choose another codec_id.")
     return codec

@@ -1,11 +1,11 @@
-"""`Codec`: a tensor becomes a few byte arrays and JSON parameters, and a tensor again.
+"""`Codec`: encodes a tensor as a few byte arrays ("payloads") and JSON parameters, and decodes them to a tensor.
 
-The law: **a `codec_id` never changes meaning; a changed encoding is a new id.** A file written today is
-decoded for ever. Multi-byte numbers are little-endian, as in every file that torch and safetensors write.
+The law: **a `codec_id` never changes meaning; a changed encoding is a new id.** So later versions decode every file
+that was ever written. Multi-byte numbers are little-endian, as in every file that torch and safetensors write.
 
 A codec knows neither names nor files. `encode` and `decode` make the checks that every codec needs, then call the
-subclass's `_encode` and `_decode`. The input of `decode` may be hostile: every codec checks its parameters and lengths
-before it allocates, and reports damage as `CorruptFileError`, never as an error of torch, numpy or zstd.
+subclass's `_encode` and `_decode`. The input of `decode` may be hostile. So every codec checks its parameters and
+lengths before it allocates memory, and reports damage as `CorruptFileError`, never as an error of torch, numpy or zstd.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ ALL_DTYPES: frozenset[torch.dtype] = frozenset(getattr(torch, name) for name in 
 ROLES = ("weight", "exp_avg", "exp_avg_sq", "buffer", "other")
 """The roles of tensors in a checkpoint: a parameter, one of Adam's moments, a module's buffer, or anything else."""
 
-# The limits of torch; the product of smaller sizes stays exact in its 64-bit arithmetic.
+# The limits of torch. Below them the product of a shape's sizes is exact in torch's 64-bit arithmetic.
 _MOST_DIMENSIONS, _MOST_ELEMENTS = 64, 1 << 56
 # The dtypes of the lossy codecs, which compute in float32 and round once to the tensor's dtype.
 LOSSY_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 class OwnAnchor(dict[str, Tensor]):
-    """References whose anchor nobody needs after decoding: a codec may decode to its memory.
+    """References whose anchor the caller no longer needs after decoding, so a codec may write the result over it.
 
-    The first write to fresh memory takes half as long as decoding a difference.
+    This saves time: the first write to fresh memory takes half as long as decoding a difference.
     """
 
 
 @dataclass(frozen=True)
 class EncodedTensor:
-    """One tensor, encoded.
+    """One encoded tensor.
 
     Args:
         payloads: One-dimensional contiguous uint8 tensors on the CPU; any of them may be empty.
-        params: All that `decode` needs besides shape, dtype and references. JSON; floats survive `repr`.
-        bound: None if decoding is bit-exact. Else the largest error of a decoded element, found by decoding
-            every element; its unit is the codec's (see there).
+        params: JSON that `decode` needs besides payloads, shape, dtype and references. Floats survive `repr`.
+        bound: None if decoding is bit-exact. Else the largest error of a decoded element, measured by decoding
+            every element. Each lossy codec documents the unit of its bound.
     """
 
     payloads: list[Tensor]
@@ -69,18 +69,18 @@ class EncodedTensor:
 
 
 class Codec(ABC):
-    """Turns tensors into bytes and back. Subclasses are frozen dataclasses, their fields the user's options.
+    """Turns tensors into bytes and back. Subclasses are frozen dataclasses whose fields are the user's options.
 
     Attributes:
         codec_id: The name in files. It never changes meaning.
         lossless: Whether decoding is bit-exact.
-        roles: For which of `ROLES` a user may choose it. A lossy codec names those in which its error does no harm:
-            never buffers or others, and exp_avg_sq only if it rounds no small value to zero.
-        references: Names of the tensors it needs or may use, always DECODED values: `"anchor"` (same shape
-            and dtype as the tensor) and `"exp_avg_sq"` (same shape).
-        hints: Names of the tensors that help to encode and that decoding does without; same shape, any dtype of
+        roles: For which of `ROLES` a user may choose the codec. A lossy codec names only roles in which its error does
+            no harm: never buffers or others, and exp_avg_sq only if it rounds no small value to zero.
+        references: Names of the other tensors that encoding and decoding need or may use, always DECODED values:
+            `"anchor"` (same shape and dtype as the tensor) and `"exp_avg_sq"` (same shape).
+        hints: Names of other tensors that encoding may use and decoding does without; same shape, any dtype of
             `LOSSY_DTYPES`.
-        dtypes: What it can encode; anything else is an `UnsupportedError`.
+        dtypes: The dtypes that the codec can encode. Any other dtype is an `UnsupportedError`.
     """
 
     codec_id: ClassVar[str]
@@ -93,20 +93,20 @@ class Codec(ABC):
     def encode(self, tensor: Tensor, references: References | None = None) -> EncodedTensor:
         """Encode a tensor of one of `dtypes`, any shape, strides and device; the same input gives the same bytes.
 
-        It is only read, and payloads share no memory with it. `references` are decoded tensors by name; those that the
-        codec has no use for are ignored. ConfigError: one that the codec needs is missing or does not fit.
-        UnsupportedError: the dtype or layout cannot be encoded by this codec.
+        The tensor is only read, and payloads share no memory with it. `references` are decoded tensors by name. A codec
+        ignores the references that it has no use for. ConfigError: a reference that the codec needs is missing or does
+        not fit. UnsupportedError: this codec cannot encode the dtype or layout.
         """
         return self._encode(*self._checked(tensor, references))
 
     def _checked(self, tensor: Tensor, references: References | None) -> tuple[Tensor, References]:
-        """Return what `encode` passes on of its arguments, contiguous on the CPU; it says what is raised."""
+        """Check the arguments of `encode`; return the tensor and the references in use, contiguous on the CPU."""
         if tensor.dtype not in self.dtypes or tensor.layout != torch.strided:
-            known = ", ".join(sorted(str(dtype) for dtype in self.dtypes))
-            expected, found = f"a dense tensor of one of {known}", f"{tensor.dtype}, {tensor.layout}"
-            raise UnsupportedError(f"codec {self.codec_id}", expected, found, "Use a lossless codec for this tensor.")
-        known = (*self.references, *self.hints)
-        used = {name: references[name] for name in known if references and name in references}
+            expected = f"a dense tensor of one of {', '.join(sorted(str(dtype) for dtype in self.dtypes))}"
+            kind, next_step = f"{tensor.dtype}, {tensor.layout}", "Use a lossless codec for this tensor."
+            raise UnsupportedError(f"codec {self.codec_id}", expected, kind, next_step)
+        usable_names = (*self.references, *self.hints)
+        used = {name: references[name] for name in usable_names if references and name in references}
         for name, reference in used.items():
             problem = _reference_problem(name, reference, tensor.shape, tensor.dtype)
             if problem:
@@ -122,9 +122,9 @@ class Codec(ABC):
         dtype: torch.dtype,
         references: References | None = None,
     ) -> Tensor:
-        """Decode what `encode` returned, given the same decoded references, to a new contiguous CPU tensor.
+        """Decode an `EncodedTensor` to a new contiguous CPU tensor; the references must be those of its encoding.
 
-        `references` are only read, but the anchor of an `OwnAnchor` may be written over.
+        `references` are only read, except that the anchor of an `OwnAnchor` may be written over.
         CorruptFileError: payloads, parameters, shape, dtype or references do not fit, or one is missing.
         """
         is_plain = len(shape) <= _MOST_DIMENSIONS and all(type(size) is int and size >= 0 for size in shape)
@@ -159,17 +159,17 @@ class Codec(ABC):
     def _decode(
         cls, payloads: Sequence[Tensor], params: Params, shape: torch.Size, dtype: torch.dtype, references: References
     ) -> Tensor:
-        """Decode; payloads, shape, dtype and references are checked one by one, not against each other."""
+        """Decode. `decode` has checked payloads, shape, dtype and references one by one, not against each other."""
 
     @classmethod
     def corrupt(cls, part: str, expected: str, found: str) -> CorruptFileError:
-        """Return the error to raise when `part` of an encoded tensor is not as `encode` leaves it."""
+        """Return the error to raise when `part` of an encoded tensor is not as `encode` wrote it."""
         next_step = "The data are damaged: restore them from a copy."
         return CorruptFileError(f"codec {cls.codec_id}, {part}", expected, found, next_step)
 
     @classmethod
     def check_count(cls, payloads: Sequence[Tensor], expected: int) -> None:
-        """Check how many payloads there are; CorruptFileError: not `expected` ones."""
+        """Check the number of payloads; CorruptFileError: it is not `expected`."""
         if len(payloads) != expected:
             raise cls.corrupt("payloads", str(expected), str(len(payloads)))
 
@@ -177,9 +177,9 @@ class Codec(ABC):
     def param(
         cls, params: Params, name: str, kind: type, smallest: float = -math.inf, largest: float = math.inf
     ) -> Any:
-        """Return `params[name]`, a number only between the limits.
+        """Return `params[name]`; a number must lie between `smallest` and `largest`.
 
-        CorruptFileError: it is missing, not exactly of type `kind`, NaN or infinite, or out of the limits.
+        CorruptFileError: the parameter is missing, not exactly of type `kind`, NaN, infinite, or out of the limits.
         """
         value = params.get(name)
         if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
@@ -190,12 +190,12 @@ class Codec(ABC):
 
     @staticmethod
     def spare_memory(references: References) -> Tensor | None:
-        """Return the anchor of an `OwnAnchor`, a tensor like the one to decode; None of other references."""
+        """Return the anchor of an `OwnAnchor`, which a codec may decode to, or None for any other mapping."""
         return references.get("anchor") if isinstance(references, OwnAnchor) else None
 
     @classmethod
     def needed(cls, references: References, name: str) -> Tensor:
-        """Return the reference that the encoded tensor needs; CorruptFileError: it is missing."""
+        """Return a reference that decoding needs; CorruptFileError: it is missing."""
         if name not in references:
             raise cls.corrupt(f"reference {name}", "the decoded tensor", "nothing")
         return references[name]
@@ -204,7 +204,7 @@ class Codec(ABC):
 def _plain(tensor: Tensor) -> Tensor:
     """Return a contiguous CPU tensor without gradient or lazy conjugation; a view where possible."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    # An empty tensor counts as contiguous whatever its strides, but some strides keep it from being viewed as bytes.
+    # An empty tensor counts as contiguous with any strides, but with some strides torch cannot view it as bytes.
     return plain if plain.numel() else torch.empty(plain.shape, dtype=plain.dtype)
 
 
@@ -213,14 +213,14 @@ def _check_payload(codec: type[Codec], index: int, payload: Tensor) -> None:
         raise codec.corrupt(f"payload {index}", "a tensor", type(payload).__name__)
     is_cpu_bytes = payload.dtype == torch.uint8 and payload.device.type == "cpu"
     if not (is_cpu_bytes and payload.dim() == 1 and payload.is_contiguous()):
-        found = f"{payload.dtype}, shape {list(payload.shape)}, {payload.device}"
-        raise codec.corrupt(f"payload {index}", "a contiguous 1-D uint8 tensor on the CPU", found)
+        kind = f"{payload.dtype}, shape {list(payload.shape)}, {payload.device}"
+        raise codec.corrupt(f"payload {index}", "a contiguous 1-D uint8 tensor on the CPU", kind)
 
 
 def _reference_problem(
     name: str, reference: Tensor, shape: Sequence[int], dtype: torch.dtype
 ) -> tuple[str, str] | None:
-    """Return the expected and the found kind of tensor, or None if `reference` fits the tensor."""
+    """Return a description of the expected and of the actual reference, or None if `reference` fits the tensor."""
     same_dtype = reference.dtype == dtype if name == "anchor" else reference.dtype in LOSSY_DTYPES
     if list(reference.shape) == list(shape) and same_dtype and reference.device.type == "cpu":
         return None

@@ -1,32 +1,35 @@
-"""The lossless codecs: bytes as they are, and those of equal significance coded together.
+"""The lossless codecs: `raw` stores bytes as they are, the others code bytes of equal significance ("planes") together.
 
 The one payload of `raw` has the elements in row-major order, little-endian, and nothing else.
 
-`planes` cuts the tensor into chunks of 2**18 components (a complex number is two). In each, every floating point
-component of more than one byte is rotated left by one bit, so that the exponent fills the top byte and the sign goes
-to the lowest bit; then the bytes of each significance make one block, lowest first (see `blocks`). Mantissas are noise
-and stay as they are; exponents are coded.
+`planes` cuts the tensor into chunks of 2**18 components (a complex number has two components). In each chunk it rotates
+every floating point component of more than one byte left by one bit, so that the exponent fills the top byte and the
+sign goes to the lowest bit. Then the bytes of each significance make one block, lowest first (see `blocks`). Mantissas
+are noise and stay as they are; exponents are entropy-coded.
 
-`planes-delta` holds in a chunk the difference to the anchor where that is smaller: the wrapping integer difference of
-the bit patterns, tensor minus anchor, zigzag coded (0, -1, 1, -2, ... become 0, 1, 2, 3, ...; one-byte components are
-not), so that small differences leave the high bytes zero. It is exact, which a difference of floats is not, and half a
-bit to one bit smaller than an exclusive or, whose carries reach high bits.
+`planes-delta` stores a chunk as its difference to the anchor if that is smaller. The difference is the wrapping integer
+difference of the bit patterns, tensor minus anchor, zigzag coded: 0, -1, 1, -2, ... become 0, 1, 2, 3, ..., so that
+small differences leave the high bytes zero. One-byte components are not zigzag coded. The difference is exact, which a
+difference of floats is not. It is half a bit to one bit smaller than an exclusive or, whose carries reach high bits.
 
-`planes-rank1`, for Adam's exp_avg_sq, holds the difference to a prediction from row and column where that is smaller.
-The bit pattern of a positive float is nearly linear in its logarithm, so that a row's plus a column's mean of log2
-(see `rank1`) predict it, which saves most of the exponent. In whole numbers, wrapping:
+`planes-rank1` is for Adam's exp_avg_sq. It predicts each element from its row and column, and stores a chunk as
+differences to these predictions if that is smaller. The bit pattern of a positive float is nearly linear in its
+logarithm. So r + c, the element's row's and column's mean of log2 (see `rank1`), predicts the bit pattern, and the
+difference needs few bits of the exponent. All numbers are integers that wrap around:
 
     prediction = (r + c) * 2**m / 128 + (bias << m)         r, c in units of 1/128; m mantissa bits of the dtype
     code = 0 if the bits are 0, else 1 + zigzag(bits - prediction)
 
-Its chunks are tiles of at most 2**18 elements (see `levels`).
+The chunks of `planes-rank1` are tiles of at most 2**18 elements (see `levels`).
 
-| payload of the others | content |
+All codecs but `raw` have these payloads; itemsize is the bytes of a component:
+
+| payload | content |
 |---|---|
-| 0 | chunks x itemsize blocks, chunk by chunk; then, but not for `planes`, one of a byte per chunk |
-| 1 | of `planes-rank1` alone: as in `rank1` |
+| 0 | chunks x itemsize blocks, chunk by chunk; then, except in `planes`, one block of one byte per chunk |
+| 1 | in `planes-rank1` alone: as in `rank1` |
 
-The byte is 1 for a difference, which is not rotated, and 0 for a chunk as `planes` has it; itemsize is a component's.
+The byte of a chunk is 1 if the chunk holds differences, which are not rotated, and 0 if it is stored as by `planes`.
 """
 
 from __future__ import annotations
@@ -57,6 +60,7 @@ from hf_trainweights.checkpoint.codecs.coding.blocks import (
 from hf_trainweights.checkpoint.codecs.coding.rank1 import MEAN_UNITS, decode_means, encode_means, log_means
 from hf_trainweights.files.byte_planes import compiled_for, fold, join_planes, split_planes, word_layout, words_of
 
+# Most words of a chunk that are compared to choose the smaller of two codings.
 _SAMPLE = 4096
 # Mantissa bits and bias of the exponent.
 _LAYOUTS = {torch.float32: (23, 127), torch.bfloat16: (7, 127), torch.float16: (10, 15)}
@@ -64,7 +68,7 @@ _LAYOUTS = {torch.float32: (23, 127), torch.bfloat16: (7, 127), torch.float16: (
 
 @dataclass(frozen=True)
 class Raw(Codec):
-    """Stores bytes unchanged, for small tensors and for those that no codec makes smaller."""
+    """Stores bytes unchanged: for small tensors, and for tensors that no other codec makes smaller."""
 
     codec_id: ClassVar[str] = "raw"
     lossless: ClassVar[bool] = True
@@ -97,13 +101,13 @@ class Planes(ChunkedCodec):
 
     def _chunks(self, tensor: Tensor, references: References) -> Chunks:
         words, dtype = words_of(tensor), tensor.dtype
-        near = words_of(references["anchor"]) if "anchor" in references else None
+        anchor = words_of(references["anchor"]) if "anchor" in references else None
 
         def write(writer: BlockWriter, chunk: slice) -> bool:
             x = words[chunk]
             step = _sample_step(len(x))
-            if near is not None and _is_smaller(_zigzag_(x[::step] - near[chunk][::step]), x[::step], dtype):
-                _write_planes(writer, _zigzag_(x - near[chunk]))
+            if anchor is not None and _is_smaller(_zigzag_(x[::step] - anchor[chunk][::step]), x[::step], dtype):
+                _write_planes(writer, _zigzag_(x - anchor[chunk]))
                 return True
             _write_planes(writer, x, dtype)
             return False
@@ -119,27 +123,27 @@ class Planes(ChunkedCodec):
         chunks = -(-count // CHUNK)
         reader = BlockReader(cls, payloads[0], chunks * itemsize + has_flags)
         is_delta = reader.read(chunks * itemsize, chunks) if has_flags else np.zeros(chunks, bool)
-        near = words_of(cls.needed(references, "anchor")) if is_delta.any() else None
+        anchor = words_of(cls.needed(references, "anchor")) if is_delta.any() else None
         memory = cls.spare_memory(references)
         decoded = empty(shape, dtype) if memory is None else memory
         decoded_words = words_of(decoded)
         for index, chunk in enumerate(chunk_ranges(count)):
             out = decoded_words[chunk]
-            if near is None or not is_delta[index]:
+            if anchor is None or not is_delta[index]:
                 _read_planes(reader, index * itemsize, out, dtype)
                 continue
             codes = scratch("codes", out.shape, out.dtype)
             _read_planes(reader, index * itemsize, codes)
-            _add_(codes, near[chunk])
+            _add_(codes, anchor[chunk])
             out[:] = codes
         return decoded
 
 
 @dataclass(frozen=True)
 class PlanesDelta(Planes):
-    """Codes byte planes of the tensor or of its difference to the anchor, whichever a sample says is smaller.
+    """Codes byte planes of each chunk or of its difference to the anchor, whichever is smaller for a sample of it.
 
-    Without an anchor it codes every chunk plain.
+    If there is no anchor, every chunk is coded as by `planes`.
     """
 
     codec_id: ClassVar[str] = "planes-delta"
@@ -162,13 +166,13 @@ class PlanesRank1(ChunkedCodec):
         words = words_of(tensor).reshape(shape)
         predicted = _predictions(*means, dtype)
 
-        def write(writer: BlockWriter, place: Tile) -> bool:
-            rows, columns = place
-            tile = words[rows, columns]
-            codes = _predicted_codes(tile, predicted[0][rows], predicted[1][columns])
-            x, codes = tile.reshape(-1), codes.reshape(-1)
+        def write(writer: BlockWriter, tile: Tile) -> bool:
+            rows, columns = tile
+            elements = words[rows, columns]
+            codes = _predicted_codes(elements, predicted[0][rows], predicted[1][columns])
+            x, codes = elements.reshape(-1), codes.reshape(-1)
             step = _sample_step(len(x))
-            # The code of a number 2**31 below its prediction would wrap around to 0.
+            # The code of a number 2**31 below its prediction would wrap around to 0, which stands for bits of 0.
             if _is_smaller(codes[::step], x[::step], dtype) and np.count_nonzero(codes) == np.count_nonzero(x):
                 _write_planes(writer, codes)
                 return True
@@ -187,7 +191,8 @@ class PlanesRank1(ChunkedCodec):
         count = tile_count(*matrix, CHUNK)
         reader = BlockReader(cls, payloads[0], count * dtype.itemsize + 1)
         is_difference = reader.read(count * dtype.itemsize, count)
-        # First of all, because numpy says by a MemoryError that the shape is too large, and torch by a RuntimeError.
+        # Allocated before torch allocates anything: for a shape that is too large numpy raises the MemoryError that
+        # `decode` expects, and torch a RuntimeError.
         decoded = empty(matrix, dtype)
         words = words_of(decoded).reshape(matrix)
         predicted = _predictions(*decode_means(cls, payloads[1], *matrix), dtype)
@@ -199,19 +204,16 @@ class PlanesRank1(ChunkedCodec):
         return decoded.view(shape)
 
 
-def _add_(codes: np.ndarray, near: np.ndarray) -> None:
-    """Undo in place what `_zigzag_` made of the differences of words to others."""
+def _add_(codes: np.ndarray, anchor: np.ndarray) -> None:
+    """Turn zigzag coded differences to the words of an anchor into the words of the tensor, in place."""
     if function := compiled_for("add", codes):
-        function(codes, near, len(codes))
+        function(codes, anchor, len(codes))
     else:
-        np.add(_unzigzag_(codes), near, out=codes)
+        np.add(_unzigzag_(codes), anchor, out=codes)
 
 
 def _zigzag_(delta: np.ndarray) -> np.ndarray:
-    """Make small differences small numbers, in place, but for single bytes, and return the argument.
-
-    0, -1, 1, -2, ... become 0, 1, 2, 3, ...
-    """
+    """Turn 0, -1, 1, -2, ... into 0, 1, 2, 3, ... in place, and return the argument; single bytes stay as they are."""
     if delta.itemsize > 1:
         sign = delta >> (8 * delta.itemsize - 1)
         np.left_shift(delta, 1, out=delta)
@@ -231,19 +233,19 @@ def _unzigzag_(words: np.ndarray) -> np.ndarray:
 
 
 def _sample_step(count: int) -> int:
-    """Return the distance of words in a sample of at most 4096: enough to tell which of two codings is smaller."""
+    """Return every how many words one goes into a sample of at most 4096, enough to find the smaller of two codings."""
     return count // _SAMPLE + 1
 
 
 def _is_smaller(codes: np.ndarray, words: np.ndarray, dtype: torch.dtype) -> bool:
-    """Return whether codes of the words of a tensor take fewer bits than these."""
+    """Return whether the codes of a tensor's words take fewer bits than the words themselves."""
     return _plane_bits(codes) < _plane_bits(fold(words, dtype))
 
 
 def _plane_bits(words: np.ndarray) -> float:
     """Return the order-0 entropy of the byte planes, in bits per word."""
     planes = np.ascontiguousarray(words).view(np.uint8).reshape(-1, words.itemsize)
-    # One count for all planes: 256 numbers for each.
+    # One call of bincount serves all planes: each plane has 256 numbers of its own.
     numbers = planes + np.arange(words.itemsize, dtype=np.uint16) * np.uint16(256)
     counts = np.bincount(numbers.reshape(-1))
     share = counts[counts > 0] / len(words)
@@ -251,7 +253,10 @@ def _plane_bits(words: np.ndarray) -> float:
 
 
 def _write_planes(writer: BlockWriter, words: np.ndarray, folded: torch.dtype | None = None) -> None:
-    """Write one block per byte of significance, lowest first, of codes or, given the tensor's dtype, its words."""
+    """Write one block per byte of significance, lowest first.
+
+    `words` are codes, or, if `folded` is the tensor's dtype, its words, which are rotated first.
+    """
     planes = scratch("planes", [words.itemsize, len(words)], np.uint8)
     split_planes(words, planes, folded)
     for plane in planes:
@@ -259,15 +264,12 @@ def _write_planes(writer: BlockWriter, words: np.ndarray, folded: torch.dtype | 
 
 
 def _read_planes(reader: BlockReader, first_block: int, out: np.ndarray, folded: torch.dtype | None = None) -> None:
-    """Fill `out` with codes or, given the tensor's dtype, words whose planes start at block `first_block`.
-
-    CorruptFileError: a block is damaged.
-    """
+    """Undo `_write_planes`: fill `out` from the blocks from `first_block` on; CorruptFileError: a block is damaged."""
     join_planes([reader.read(first_block + index, len(out)) for index in range(out.itemsize)], out, folded)
 
 
 def _predictions(row_means: Tensor, column_means: Tensor, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Return the parts of rows, [R, 1], and of columns, [C], in a predicted bit pattern; words of the dtype's size."""
+    """Return two terms whose sum predicts a bit pattern: of rows [R, 1] and columns [C], words of the dtype's size."""
     mantissa_bits, bias = _LAYOUTS[dtype]
     unit = (1 << mantissa_bits) // MEAN_UNITS
     rows, columns = (row_means * unit + (bias << mantissa_bits))[:, None], column_means * unit
@@ -275,7 +277,7 @@ def _predictions(row_means: Tensor, column_means: Tensor, dtype: torch.dtype) ->
 
 
 def _predicted_codes(words: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Return the codes of a contiguous matrix [R, C], given the predictions' parts, [R, 1] and [C]; maybe scratch."""
+    """Return the codes of a contiguous matrix [R, C], maybe in scratch; `rows` and `columns` as in `_predictions`."""
     if function := compiled_for("subtract_sums", words):
         codes = scratch("codes", words.shape, words.dtype)
         function(words, rows, columns, *words.shape, codes)
@@ -289,7 +291,7 @@ def _predicted_codes(words: np.ndarray, rows: np.ndarray, columns: np.ndarray) -
 
 
 def _undo_predicted_codes_(codes: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> None:
-    """Turn the codes of a contiguous matrix into words, in place."""
+    """Turn the codes of a contiguous matrix into words, in place; `rows` and `columns` as in `_predictions`."""
     if function := compiled_for("add_sums", codes):
         function(codes, rows, columns, *codes.shape)
         return

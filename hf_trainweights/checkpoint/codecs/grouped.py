@@ -1,10 +1,10 @@
-"""`grouped`: a weight in one of the package's own quantized formats, e.g. int8 or int4 with a scale per group.
+"""`grouped`: stores a weight in one of the package's own quantized formats, e.g. int8 or int4 with a scale per group.
 
-Plain quantization at rest: each weight is off by at most half a code of its group, whatever its change since the
-anchor. For small checkpoints to resume from, `delta-uniform` is both smaller and closer.
+This is plain quantization: each element is off by at most half a code of its group, however much it has changed since
+the anchor. For small checkpoints to resume from, `delta-uniform` is both smaller and closer.
 
-The tensor is viewed as a weight [N, K], N its first dimension (1 for a vector). A format that cannot hold this
-shape is replaced by the one it falls back to.
+The tensor is viewed as a weight [N, K], N its first dimension (1 for a vector). If a format cannot hold this shape,
+the format that it falls back to replaces it.
 
 | payload | content |
 |---|---|
@@ -33,9 +33,9 @@ from hf_trainweights.formats import get_format
 
 @dataclass(frozen=True)
 class Grouped(Codec):
-    """Stores a weight quantized; the bound is the largest absolute error, in the unit of the weights.
+    """Stores a quantized weight; the bound is the largest absolute error, in the unit of the weights.
 
-    NaN and infinities cannot be quantized: encoding them is a `QuantizationError`.
+    Encoding NaN or infinities is a `QuantizationError`, because these cannot be quantized.
 
     Args:
         config: The format, as `hf_trainweights.formats.get_format` takes it.
@@ -69,7 +69,7 @@ class Grouped(Codec):
             errors = decoded[chunk].to(torch.float32).sub(original[chunk].to(torch.float32))
             bound = max(bound, errors.abs_().amax().item())
         payloads = [Planes().encode(stored[name]).payloads[0] for name in chosen.tensor_names]
-        # The errors are rounded to float32.
+        # `bound` is a difference that float32 may have rounded down.
         return EncodedTensor(payloads, {"format": chosen.get_config()}, bound * (1 + 2**-23))
 
     @classmethod

@@ -1,6 +1,6 @@
-"""`decode_file`, the one call in an encoded file, and the weights that a file may be stored against, one at a time.
+"""`decode_file`, the one call in an encoded file, and `Anchor` and `BaseWeights`, which files are stored against.
 
-torch.load makes the call, and gets plain tensors. The layout is described in structure.py; encoder.py writes it.
+torch.load makes the call, and gets plain tensors. structure.py describes the layout, and encoder.py writes it.
 """
 
 from __future__ import annotations
@@ -46,20 +46,21 @@ from hf_trainweights.checkpoint.encoded.workers import default_device_cpu, in_or
 from hf_trainweights.errors import CorruptFileError
 
 MOST_ANCHORS = 8
-"""How many files reading one anchor may take, itself among them; writers are content with fewer."""
-# A file that was written just now may change again within one tick of the file system's clock.
+"""Most files that reading one anchor may take, itself among them. Writers stay below this."""
+# A younger file may change again within one tick of the file system's clock, so that its time does not show the change.
 _SETTLED_SECONDS = 2.0
 
-_kept: tuple[Anchor, list[os.stat_result]] | None = None
+# The anchor that was opened last, and the status of its files at that time.
+_last_anchor: tuple[Anchor, list[os.stat_result]] | None = None
 
 
 def decode_file(payload: Tensor, structure: str) -> Any:
     """Rebuild the tree of an encoded file; `torch.load` calls it, people do not.
 
-    Any pickle may call it, so it believes nothing and checks sizes before it allocates memory for them.
+    Any pickle may call it, so it trusts no argument and checks sizes before it allocates memory for them.
 
     Args:
-        payload: 1-D uint8 on the device that `map_location` asked for. On "meta" neither it nor an anchor is
+        payload: 1-D uint8 on the device that `map_location` asked for. On "meta", neither the payload nor an anchor is
             read.
         structure: Digest and JSON, see structure.py.
 
@@ -67,13 +68,13 @@ def decode_file(payload: Tensor, structure: str) -> Any:
         The tree, its tensors dense and on the payload's device.
 
     Raises:
-        CorruptFileError: Anything is not as `encode_file` leaves it.
+        CorruptFileError: Anything is not as `encode_file` wrote it.
         MissingAnchorError: The anchor, or the base, is found nowhere.
     """
     content = open_structure(structure)
     if type(payload) is not Tensor or payload.dtype != torch.uint8 or payload.dim() != 1 or not payload.is_contiguous():
-        found = f"{payload.dtype}, strides {payload.stride()}" if isinstance(payload, Tensor) else type(payload)
-        raise corrupt("the payload", "a contiguous 1-D uint8 tensor", found)
+        kind = f"{payload.dtype}, strides {payload.stride()}" if isinstance(payload, Tensor) else type(payload)
+        raise corrupt("the payload", "a contiguous 1-D uint8 tensor", kind)
     if leave_undecoded.get():
         return Undecoded(content, payload)
     with torch.no_grad(), default_device_cpu():
@@ -92,7 +93,7 @@ def _decode_storages(structure: Mapping[str, Any], payload: Tensor) -> list[Tens
     def decode(index: int) -> Tensor:
         moment = entries[index].get("exp_avg_sq")
         try:
-            # Of a lower index, so another thread has begun it and waits for none that comes later.
+            # The moment has a lower index, so a thread has begun to decode it, and that thread waits for no later one.
             exp_avg_sq = None if moment is None else done[moment].result()
             done[index].set_result(_decode_storage(structure, index, pieces[index], anchor, exp_avg_sq))
         except BaseException as error:
@@ -111,7 +112,7 @@ def _decode_storage(
     anchor: Anchor | BaseWeights | None,
     exp_avg_sq: Tensor | None = None,
 ) -> Tensor:
-    """Decode a storage of what `open_structure` returned, given its pieces and references, to a new CPU tensor.
+    """Decode a storage to a new CPU tensor, given a checked structure, the storage's pieces, and its references.
 
     CorruptFileError names the tensor: its bytes have another checksum, or do not fit the structure.
     """
@@ -121,7 +122,7 @@ def _decode_storage(
         where = f"{storage_name(structure, index)}, from byte {start} of the payload on"
         raise corrupt(where, f"crc32 {entry['crc32']}", payload_crc32(pieces))
     codec, dtype = CODECS[entry["codec"]], DTYPES[entry["dtype"]]
-    # A tensor of a base may be mapped from its file, so no codec may write to its memory.
+    # An `Anchor` decodes tensors to new memory, to which a codec may write. A base maps them from files, so it may not.
     references = OwnAnchor() if isinstance(anchor, Anchor) else {}
     if anchor is not None and "anchor" in entry:
         references["anchor"] = anchor.tensor(entry["anchor"]).to(dtype)
@@ -132,29 +133,30 @@ def _decode_storage(
     except CorruptFileError as error:
         where = f"{storage_name(structure, index)}, {error.where}"
         raise CorruptFileError(where, error.expected, error.found, error.next_step) from error
-    # A codec may decode to memory of the anchor, which may be a part of a larger one. Views begin at the first byte.
+    # The memory of an anchor's tensor, to which a codec may have decoded, may be a part of a larger one. But the views
+    # that `build_tensors` makes begin at the first byte of the memory.
     return decoded if decoded.untyped_storage().nbytes() == decoded.nbytes else decoded.clone()
 
 
 def open_anchor(entry: Mapping[str, Any]) -> Anchor | BaseWeights:
-    """Open what a file is stored against, given the `anchor` in its structure, and all files that reading that takes.
+    """Open the anchor or base that a file's structure names in `anchor`, and all files that it refers to in turn.
 
-    An anchor is kept open until another one is asked for or a file changes: each item of a sharded checkpoint asks for
-    it, and opening one takes the longer the more weights it has. Meanwhile its bytes stay on the disk even if its last
-    link goes. Windows removes no open file, so none is kept there.
+    The anchor stays open until another anchor is asked for or one of its files changes. Each item of a sharded
+    checkpoint asks for the anchor, and opening takes the longer the more weights it has. Meanwhile its bytes stay on
+    the disk even if its last link is removed. Windows cannot remove an open file, so there no anchor stays open.
     MissingAnchorError: one of the files is found nowhere. CorruptFileError: one is damaged.
     """
-    global _kept
+    global _last_anchor
     if "base" in entry:
         return BaseWeights(Base.from_dict("the anchor's base", entry["base"]), Path(entry["path"]).parent)
     sha256, path = entry["sha256"], find_anchor(entry["sha256"], entry["path"])
-    kept = _kept  # another thread may keep another one meanwhile
-    if kept is not None and kept[0].sha256 == sha256 and all(map(_is_unchanged, kept[0].files, kept[1])):
-        return kept[0]
+    last = _last_anchor  # read once, because another thread may open another anchor meanwhile
+    if last is not None and last[0].sha256 == sha256 and all(map(_is_unchanged, last[0].files, last[1])):
+        return last[0]
     anchor = Anchor(path, sha256=sha256)
-    found = [os.stat(each) for each in anchor.files]
-    is_settled = time.time() - max(each.st_mtime for each in found) > _SETTLED_SECONDS
-    _kept = (anchor, found) if is_settled and os.name != "nt" else None
+    statuses = [os.stat(file) for file in anchor.files]
+    is_settled = time.time() - max(status.st_mtime for status in statuses) > _SETTLED_SECONDS
+    _last_anchor = (anchor, statuses) if is_settled and os.name != "nt" else None
     return anchor
 
 
@@ -164,12 +166,13 @@ def _is_unchanged(path: Path, before: os.stat_result) -> bool:
 
 
 class Anchor:
-    """The weights that files are stored against, decoded one at a time; `files` are all that reading them takes.
+    """An encoded file of weights that other files are stored against; it decodes one tensor at a time.
 
-    An anchor may be a difference to another one, which lies beside it. Its file stays memory-mapped as long as this
-    object lives. Its digest is compared with its name, unless `sha256` is one that `find_anchor` has compared already.
-    CorruptFileError: that or its content is wrong, or it takes more than `most_files`. MissingAnchorError: the anchor
-    that it is a difference to is not beside it, nor in a registered directory.
+    An anchor may be a difference to another anchor, which lies beside it. `files` are the paths of both and of any
+    further ones. The file stays memory-mapped as long as this object lives. Its digest is compared with its name,
+    unless `sha256` says that `find_anchor` has compared it already. CorruptFileError: the digest or the content is
+    wrong, or reading takes more than `most_files`. MissingAnchorError: the anchor that it is a difference to is neither
+    beside it nor in a registered directory.
     """
 
     def __init__(self, path: str | Path, *, sha256: str | None = None, most_files: int = MOST_ANCHORS):
@@ -190,11 +193,11 @@ class Anchor:
         return iter(self._views)
 
     def stored_name(self, name: str) -> str:
-        """Return the name that a tensor has in the file: its own."""
+        """Return the name of a tensor in the anchor's file. It is the same; `BaseWeights` may have others."""
         return name
 
     def tensor(self, name: str) -> Tensor:
-        """Decode one tensor to a new CPU tensor; CorruptFileError: there is none of that name, or it is damaged."""
+        """Decode one tensor to a new CPU tensor; CorruptFileError: it is missing or damaged."""
         if name not in self._views:
             raise corrupt(str(self.path), f"an anchor that holds {name}", "others only")
         view = self._views[name]
@@ -204,7 +207,7 @@ class Anchor:
             return build_tensors([{**view, "storage": 0}], [storage])[0].detach()
 
     def _open_next(self, most_files: int) -> Anchor | None:
-        """Open the anchor that this one is a difference to: each directory with a link to this one has a link to it."""
+        """Open the anchor that this one is a difference to. Each directory that links this one links that one too."""
         if "anchor" not in self._structure:
             return None
         if most_files <= 1:
@@ -215,20 +218,20 @@ class Anchor:
 
 
 def _views_by_name(structure: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
-    """Return the views of a flat state dict, every one of them checked by building it on "meta"."""
+    """Return the views of a flat state dict by name, and check each view by building its tensor on "meta"."""
     tree = unflatten(structure, empty_storages(structure))
     is_flat = isinstance(tree, dict) and all(isinstance(value, Tensor) for value in tree.values())
-    if not is_flat or any("exp_avg_sq" in each for each in structure["storages"]):
+    if not is_flat or any("exp_avg_sq" in entry for entry in structure["storages"]):
         raise corrupt(where, "an anchor: one flat state dict of weights", "another file")
     items = next(iter(structure["tree"].values()))
     return {name: structure["tensors"][node["tensor"]] for name, node in items}
 
 
 class BaseWeights:
-    """The weights of a base, read one at a time; they serve as an `Anchor` does, and `files` are paths by name.
+    """The weights of a base, read one at a time, with the methods of an `Anchor`; `files` are their paths by name.
 
-    A checkpoint directory may keep the files. CorruptFileError: one has changed, or holds something else than plain
-    tensors. MissingAnchorError: one is nowhere.
+    `directory` is a checkpoint's, which may keep copies of the files. CorruptFileError: a file has changed, or holds
+    something else than plain tensors. MissingAnchorError: a file is found nowhere.
     """
 
     def __init__(self, base: Base, directory: Path):
@@ -248,32 +251,33 @@ class BaseWeights:
         return iter(self._stored_names)
 
     def stored_name(self, name: str) -> str:
-        """Return the name that a tensor has in the base's files."""
+        """Return the name of a tensor in the base's files."""
         return self._stored_names[name]
 
     def tensor(self, name: str) -> Tensor:
-        """Return one tensor as stored, contiguous on the CPU, not to be written to: it may be mapped from a file."""
+        """Return one tensor as stored, contiguous on the CPU, read-only because it may be mapped from a file."""
         if name not in self._stored_names:
             raise corrupt(str(self.base), f"a base that holds {name}", "others only")
         return self._tensors[self._stored_names[name]].detach().contiguous()
 
     def named_as(self, weights: Mapping[str, Any]) -> Self:
-        """Give the tensors the names that they have in a checkpoint's flat state dict; the others go.
+        """Give each tensor its name in a checkpoint's flat state dict, and drop tensors that the checkpoint lacks.
 
-        A model with a head has the weights of its base model under a prefix, and the other way round. A name goes
-        before a name without or with the prefix, and a shape must fit. Of tied weights one is enough.
+        A model with a head has the weights of its base model under a prefix, and the other way round. The same name is
+        preferred to a name that differs by the prefix, and the shape must be the same. If the base holds one of several
+        tied weights, it serves all of them.
         """
-        shapes = {name: tuple(each.shape) for name, each in weights.items() if isinstance(each, Tensor)}
-        stored_shapes = {name: tuple(each.shape) for name, each in self._tensors.items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in weights.items() if isinstance(tensor, Tensor)}
+        stored_shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
         names = matching_names(shapes, stored_shapes)
-        places = {weights[name].data_ptr(): stored for name, stored in names.items() if weights[name].data_ptr()}
-        tied = {name: places[weights[name].data_ptr()] for name in shapes if weights[name].data_ptr() in places}
+        by_address = {weights[name].data_ptr(): stored for name, stored in names.items() if weights[name].data_ptr()}
+        tied = {name: by_address[weights[name].data_ptr()] for name in shapes if weights[name].data_ptr() in by_address}
         self._stored_names = {name: stored for name, stored in tied.items() if shapes[name] == stored_shapes[stored]}
         self._stored_names |= names
         return self
 
     def _mapped(self, name: str, path: Path) -> dict[Any, Any]:
-        """Return what a file of the base holds; its tensors are mapped, so none is read before it is needed."""
+        """Return the tensors of a file of the base by name. They are mapped, so bytes are read when they are needed."""
         if name.endswith(".safetensors"):
             try:
                 return load_safetensors(path)
@@ -286,23 +290,23 @@ class BaseWeights:
 
 
 def matching_names(weights: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Return which weights of a checkpoint other files have, by shape and name, which may differ by one prefix.
+    """Match the weights of a checkpoint with those of other files by shape and name; names may differ by one prefix.
 
-    Both arguments are shapes by name; the result is the name in the other files by that in the checkpoint.
+    Both arguments are shapes by name. Returns for each matched name in the checkpoint the name in the other files.
     """
-    # One prefix for all: a name that happens to end like another would be a bad reference.
+    # All names share one prefix, because a weight whose name happens to end like another would be a bad reference.
     (more, added), (less, removed) = _commonest_prefix(weights, stored), _commonest_prefix(stored, weights)
-    found = {}
+    matches = {}
     for name, shape in weights.items():
         renamed = name.removeprefix(added) if more > less else removed + name
         stored_name = name if stored.get(name) == shape else renamed
         if stored.get(stored_name) == shape:
-            found[name] = stored_name
-    return found
+            matches[name] = stored_name
+    return matches
 
 
 def _commonest_prefix(longer: Mapping[str, tuple[int, ...]], shorter: Mapping[str, tuple[int, ...]]) -> tuple[int, str]:
-    """Return the prefix that most names in `longer` have before a name in `shorter`, and how many have it."""
+    """Return the prefix that most names in `longer` have before a name in `shorter`, after the number of such names."""
     prefixes: Counter[str] = Counter()
     for name, shape in longer.items():
         parts = name.split(".")

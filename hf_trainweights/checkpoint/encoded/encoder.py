@@ -1,6 +1,6 @@
-"""Writes encoded files (their layout: structure.py): each storage by the smallest codec that its plan allows.
+"""Writes encoded files (their layout: structure.py): each storage by the codec of its plan with the smallest result.
 
-A file begins with its payload, because the structure, which says how long it is, is known last.
+A file begins with its payload. The structure comes last, because it holds the lengths of the encoded storages.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _ZEROS = bytes(1 << 20)
 
 @dataclass(frozen=True)
 class EncodedFile:
-    """What became of a tree: its structure (see structure.py), a report on each storage, and its anchor.
+    """An encoded tree: its structure (see structure.py), a report on each storage, and the digest of its anchor.
 
-    `payload` is empty where a file took it.
+    `payload` is empty if it was written to a file.
     """
 
     structure: str = field(repr=False)
@@ -63,11 +63,13 @@ def encode_file(
 ) -> EncodedFile:
     """Encode a tree of tensors and plain values (see tree.py) into a file, which torch.load reads, or in memory.
 
-    Tensors are read one at a time, and what becomes of each is written at once, so memory beyond the tree is a few
-    times the largest one. A tensor without a plan is stored exactly, and without an `anchor` without reference.
+    Tensors are read one at a time, and the result of each is written at once, so memory beyond the tree is a few times
+    the largest tensor. A tensor without a plan is stored exactly. If there is no `anchor`, no tensor is stored as a
+    difference.
+
     `anchor_directory` is where readers look first for the anchor (default: where it is now), or for copies of the files
-    of a base. `second_moments` have by the name in a weight's plan its `exp_avg_sq` in another file, a
-    hint. UnstorableError names the key path.
+    of a base. `second_moments` are hints for weights: `exp_avg_sq` tensors from another file, by the weight's name in
+    the plan. UnstorableError names the key path.
     """
     structure, storages = flatten(tree)
     payload, encoder = Payload(file), StorageEncoder(storages, plan, anchor, second_moments or {})
@@ -89,10 +91,10 @@ def _anchor_entry(anchor: Anchor | BaseWeights, directory: Path | None) -> dict[
 
 
 class Payload:
-    """Takes pieces, which come to lie at multiples of `ALIGNMENT_BYTES`, and keeps them in memory.
+    """Collects pieces at multiples of `ALIGNMENT_BYTES`, in memory or in a binary file.
 
-    A binary file at its beginning, which need not seek, takes them at once instead. It becomes one call of
-    `decode_file`, and equal contents give equal bytes.
+    A file must be at its beginning and need not be seekable. Each piece is written to it at once, and `complete` makes
+    it an encoded file, one call of `decode_file`. Equal contents give equal bytes.
     """
 
     def __init__(self, file: Writable | None = None):
@@ -103,26 +105,26 @@ class Payload:
             self._archive.begin("data/0")
 
     def append(self, piece: Tensor, crc32: int | None = None, *, continues: bool = False) -> None:
-        """Append a 1-D uint8 CPU tensor, given its checksum if that is known; it may continue the piece before it."""
+        """Append a 1-D uint8 CPU tensor and maybe its checksum. It is a new piece, or `continues` the last one."""
         if not continues:
             self._pad(-self.size_bytes % ALIGNMENT_BYTES)
         self._put(piece.numpy().data, crc32)
 
     def finish(self) -> Tensor:
-        """Append the padding after the last piece, and return what is in memory, 1-D uint8."""
+        """Append the padding after the last piece, and return the payload, 1-D uint8, empty if a file has it."""
         self._pad(padded_length(self.size_bytes) - self.size_bytes)
         return torch.from_numpy(self._memory.finish())
 
     def complete(self, structure: str) -> Tensor:
-        """Finish, and write the rest of a file: the structure, and what torch.load wants to know."""
-        kept = self.finish()
+        """Finish, write the rest of the file (the structure, and entries that torch.load needs), return as `finish`."""
+        payload = self.finish()
         if self._archive is not None:
             self._archive.end()
             self._archive.add("data.pkl", pickled(self.size_bytes, structure))
             self._archive.add("byteorder", b"little")
             self._archive.add("version", b"3\n")
             self._archive.finish()
-        return kept
+        return payload
 
     def _pad(self, count: int) -> None:
         for start in range(0, count, len(_ZEROS)):
@@ -137,7 +139,7 @@ class Payload:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes a partial function as a call that the reader makes, and a range as the bytes of a tensor of its length."""
+    """Pickles a partial function as a call that the reader makes, and a range as a storage of its length in data/0."""
 
     def reducer_override(self, obj: Any) -> Any:
         return (obj.func, obj.args) if type(obj) is partial else NotImplemented
@@ -147,8 +149,8 @@ class _Pickler(pickle.Pickler):
 
 
 def pickled(length: int, structure: str) -> bytes:
-    """Return the pickle that torch.save writes of a call of `decode_file` with so long a payload and a structure."""
-    # What a tensor of one dimension consists of, as torch pickles it; an empty one of numpy's has a stride of 0.
+    """Return the pickle that torch.save would write for a call of `decode_file`, given the payload's length."""
+    # The call by which torch rebuilds a tensor of one dimension. An empty tensor from numpy has a stride of 0.
     payload: Any = partial(_rebuild_tensor_v2, range(length), 0, (length,), (min(length, 1),), False, OrderedDict())
     written = io.BytesIO()
     _Pickler(written, protocol=2).dump(partial(decode_file, payload, structure))

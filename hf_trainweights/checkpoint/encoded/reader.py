@@ -1,13 +1,14 @@
-"""Files on disk, plain or encoded: how they are opened, and where those lie that others are stored against.
+"""Opens plain and encoded files, and finds the anchors and bases that they are stored against.
 
 An anchor is a file of weights. It is hard-linked into every checkpoint directory that needs it as
 `<sha256 of the file>.anchor`, so any link is as good as another: at a recorded path or in a registered directory.
 
-A base is weights outside the run. They lie in the run, in the Hub's cache, or in a directory that the caller names.
-What a file says about its base is believed only as far as it cannot do harm. It may name a repository and a commit,
-which lead into the Hub's cache and nowhere else, and digests, under which the run may keep the base's files. It cannot
-name a path: a base that lies elsewhere is opened only where the caller has named its directory in this process, with
-`register_base` or as `anchor`. Wherever a file lies, its digest is compared before anything reads it.
+A base is weights outside the run. Readers look for copies of its files in the run, then in the Hub's cache, then in
+directories that the caller names. A file's claims about its base are trusted only as far as they can do no harm. A file
+may name a repository and a commit, which lead into the Hub's cache and nowhere else, and digests, under which the run
+may keep the base's files. It cannot name a path: readers open a base elsewhere only if the caller has named its
+directory in this process, with `register_base` or as `anchor`. Wherever a file lies, its digest is compared before
+anything reads it.
 """
 
 from __future__ import annotations
@@ -44,13 +45,14 @@ from hf_trainweights.files.torch_zip import MemoryFile
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 
 leave_undecoded: ContextVar[bool] = ContextVar("leave_undecoded", default=False)
-"""Whether `decode_file`, which torch.load calls, is to return an `Undecoded`."""
+"""Whether `decode_file`, which torch.load calls, should return an `Undecoded` instead of decoding."""
 
 _CHUNK_BYTES = 1 << 20
 
-# Both in the order of registration.
+# Registered directories of anchors, and of bases; both in the order of registration.
 _directories: dict[Path, None] = {}
 _base_directories: dict[Path, None] = {}
+# The SHA-256 of files by device, inode, size and time.
 _digests: dict[tuple[int, int, int, int], str] = {}
 
 
@@ -65,14 +67,14 @@ class Undecoded:
 def load_file(path: str | Path, *, map_location: Any = "cpu", mmap: bool = False) -> Any:
     """Load a plain or an encoded torch file to the CPU like `torch.load(path, weights_only=True)`; errors name it.
 
-    An encoded file is always mapped, because decoding copies it; one of torch before 1.6 never can be.
+    An encoded file is always memory-mapped, because decoding copies it. A file of torch before 1.6 cannot be mapped.
     CorruptFileError: it is damaged, no torch file, or holds more than data. MissingAnchorError: its anchor is found
     nowhere.
     """
     is_zip = is_torch_zip(path)
     with _load_errors(str(path), is_zip):
         if not is_zip:
-            # A file of PyTorch before 1.6 may claim a text of 4 GB: of bytes in memory no more is read than is there.
+            # A file of PyTorch before 1.6 may claim a text of 4 GB. torch cannot read beyond bytes in memory.
             return torch.load(io.BytesIO(Path(path).read_bytes()), map_location=map_location, weights_only=True)
         is_mapped = mmap or is_encoded(path)
         return torch.load(os.fspath(path), map_location=map_location, mmap=is_mapped, weights_only=True)
@@ -87,32 +89,33 @@ def load_item(data: bytes, where: str) -> Any:
 
 @contextlib.contextmanager
 def _load_errors(where: str, is_zip: bool) -> Iterator[None]:
-    """Say where the errors of a block that calls torch.load arose, and turn its reader's into a CorruptFileError."""
+    """Put `where` before the errors of a block that calls torch.load, and turn its reader's into CorruptFileErrors."""
     try:
         yield
     except (CorruptFileError, MissingAnchorError) as error:
         raise type(error)(f"{where}, {error.where}", error.expected, error.found, error.next_step) from error
-    except (MemoryError, torch.OutOfMemoryError, Warning):  # a filter of the caller made an error of the last one
+    except (MemoryError, torch.OutOfMemoryError, Warning):  # a caller's filter may turn warnings into errors
         raise
-    except Exception as error:  # torch's reader raises anything on damaged files, EINVAL after seeking beyond them too
+    except Exception as error:  # torch's reader raises any error on damaged files, even EINVAL if it seeks beyond them
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
-        # What a file of PyTorch before 1.6 says of its sizes is believed before the bytes are there.
+        # If torch could not allocate memory, the machine lacks it. But a damaged file of PyTorch before 1.6 may lie
+        # about a size, for which torch allocates memory before it reads the bytes.
         if is_zip and "DefaultCPUAllocator" in str(error):
             raise
         next_step = "Restore it from a copy, unless it was never a torch file."
-        raise CorruptFileError(where, "a file that torch.load reads", _found(error, is_zip), next_step) from error
+        raise CorruptFileError(where, "a file that torch.load reads", _complaint(error, is_zip), next_step) from error
 
 
-def _found(error: Exception, is_zip: bool) -> str:
-    """Return what torch.load complained of, without its advice to switch `weights_only` off, which runs any code."""
+def _complaint(error: Exception, is_zip: bool) -> str:
+    """Return torch.load's complaint without its advice to switch `weights_only` off, which would run any code."""
     if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
         return "one that is damaged or holds more than data" if is_zip else "neither a zip archive nor plain data"
     return f"{type(error).__name__}: {error}"[:300]
 
 
 def is_encoded(path: str | Path) -> bool:
-    """Say whether a file claims to be an encoded one; False for one too damaged to tell."""
+    """Return whether a file claims to be an encoded one; False if it is too damaged to tell."""
     try:
         with open_pickle(path) as pickled:
             return pickled.read(len(DECODE_CALL)) == DECODE_CALL
@@ -121,14 +124,14 @@ def is_encoded(path: str | Path) -> bool:
 
 
 def read_structure(path: str | Path) -> dict[str, Any]:
-    """Read the checked structure of an encoded file (see structure.py), without decoding it or needing its anchor."""
+    """Read and check the structure of an encoded file (see structure.py). Neither decoding nor the anchor is needed."""
     return load_undecoded(path).structure
 
 
 def read_report(path: str | Path) -> dict[str, Any]:
-    """Read from an encoded file the report that stands in a manifest, where the manifest is lost.
+    """Rebuild from an encoded file the report that its manifest had, if the manifest is lost.
 
-    Name and role, which only the plan knew, are guessed from the key path.
+    Names and roles stood in the plan only, so they are guessed from key paths.
     """
     structure = read_structure(path)
     paths, tensors = storage_paths(structure), []
@@ -141,13 +144,13 @@ def read_report(path: str | Path) -> dict[str, Any]:
 
 
 def anchor_digests(path: Path) -> Collection[str]:
-    """Return the digests of the anchor, or of the files of the base, that a file refers to; none if it has none.
+    """Return the digests of the anchor, or of the files of the base, that a file refers to, if it refers to any.
 
     CorruptFileError: it is too damaged to tell.
     """
     if path.suffix in TORCH_SUFFIXES:
         with open_pickle(path) as pickled:
-            while pickled.read(_CHUNK_BYTES):  # to its end, where its checksum is compared
+            while pickled.read(_CHUNK_BYTES):  # the checksum is compared at the end
                 pass
     if not path.is_file() or not is_encoded(path):
         return ()
@@ -158,7 +161,7 @@ def anchor_digests(path: Path) -> Collection[str]:
 
 
 def load_undecoded(path: str | Path) -> Undecoded:
-    """Open an encoded file without decoding it or needing its anchor; CorruptFileError: damaged, or another file."""
+    """Open an encoded file; it is not decoded, and needs no anchor. CorruptFileError: damaged, or another file."""
     require_regular_file(path)
     token = leave_undecoded.set(True)
     try:
@@ -171,32 +174,32 @@ def load_undecoded(path: str | Path) -> Undecoded:
 
 
 def register_anchor_directory(path: str | Path) -> None:
-    """Add a directory, which need not exist, in which this process looks for anchors that are not where they were."""
+    """Let this process look for anchors in a directory, too, if they have moved. The directory need not exist."""
     _directories[Path(path).absolute()] = None
 
 
 def find_anchor(sha256: str, recorded_path: str) -> Path:
-    """Return the path of an anchor, a regular file with this digest; `recorded_path` is where it lay before.
+    """Return the path of an anchor, a regular file with this digest; `recorded_path` is where it lay at the save.
 
     MissingAnchorError: it is neither there nor in a registered directory, nor in a checkpoint beside one.
-    CorruptFileError: it is there, and damaged. OSError: it is there, and the disk does not let it be read.
+    CorruptFileError: it exists but is damaged. OSError: it exists but cannot be read from the disk.
     """
-    refused: Exception | None = None
+    first_error: Exception | None = None
     for path in anchor_paths(sha256, Path(recorded_path)):
         try:
             verify_anchor(path)
         except FileNotFoundError:
             continue
         except (CorruptFileError, OSError) as error:
-            refused = refused or error
+            first_error = first_error or error
             continue
         return path
     for path in _files_in_runs(anchor_file_name(sha256)):
         with contextlib.suppress(CorruptFileError, OSError):
             if sha256_once(path) == sha256:
                 return path
-    if refused is not None:
-        raise refused
+    if first_error is not None:
+        raise first_error
     raise MissingAnchorError(
         f"anchor {anchor_file_name(sha256)}",
         f"a file at {recorded_path}",
@@ -207,19 +210,15 @@ def find_anchor(sha256: str, recorded_path: str) -> Path:
 
 
 def verify_anchor(path: Path) -> str:
-    """Return the digest of an anchor after comparing its bytes with its name, once per process.
+    """Compare the digest of an anchor with its name, and return it. Its bytes are read once per process.
 
     CorruptFileError: it differs, or `path` is no regular file. OSError: it is missing or cannot be read.
     """
-    found = sha256_once(path)
-    if path.name != anchor_file_name(found):
-        raise CorruptFileError(
-            str(path),
-            "an anchor named by its SHA-256",
-            found,
-            "It is damaged or renamed: restore it from another checkpoint of the same run, they share it.",
-        )
-    return found
+    sha256 = sha256_once(path)
+    if path.name != anchor_file_name(sha256):
+        next_step = "It is damaged or renamed: restore it from another checkpoint of the same run, they share it."
+        raise CorruptFileError(str(path), "an anchor named by its SHA-256", sha256, next_step)
+    return sha256
 
 
 def sha256_once(path: Path) -> str:
@@ -228,7 +227,7 @@ def sha256_once(path: Path) -> str:
     CorruptFileError: it is no regular file; links are not followed.
     """
     status = os.stat(path, follow_symlinks=False)
-    # All links of a file have one inode, so that its bytes are read once and not once per checkpoint.
+    # All links of a file have one inode, so its bytes are read once and not once per checkpoint.
     identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
     if identity not in _digests or not stat.S_ISREG(status.st_mode):
         _digests[identity] = file_sha256(path)
@@ -236,9 +235,9 @@ def sha256_once(path: Path) -> str:
 
 
 def anchor_paths(sha256: str, recorded_path: Path) -> Iterator[Path]:
-    """Yield where an anchor may lie; its recorded path is believed if it is absolute, local and ends in its name."""
+    """Yield the paths where an anchor may lie; the recorded one only if it is absolute, local and ends in its name."""
     name = anchor_file_name(sha256)
-    # What begins with two slashes is on any host of the network, where Windows would log in.
+    # A path that begins with two slashes leads to any host of the network, and Windows would log in there.
     is_local = not str(recorded_path).startswith(("//", r"\\"))
     if recorded_path.is_absolute() and is_local and recorded_path.name == name:
         yield recorded_path
@@ -247,9 +246,9 @@ def anchor_paths(sha256: str, recorded_path: Path) -> Iterator[Path]:
 
 
 def _files_in_runs(name: str) -> Iterator[Path]:
-    """Yield what may be a lost anchor: files of its name beside registered checkpoints, then the weights of each.
+    """Yield files that may be a lost anchor: anchors of its name in checkpoints of registered runs, then their weights.
 
-    The checkpoint that wrote an anchor has it as its weights, and nothing says which one that was.
+    An anchor is also the file of weights of the checkpoint that wrote it, and no record says which checkpoint that was.
     """
     runs = dict.fromkeys(directory.parent for directory in _directories)
     for pattern in (name, "*_model.bin"):
@@ -274,7 +273,7 @@ def register_base(path: str | Path) -> None:
 
 
 def identify_base(path: Path) -> Base:
-    """Return what identifies weights on the disk: repository and commit or path, and the digests of their files."""
+    """Return the `Base` of weights on the disk: repository and commit or path, and the digests of their files."""
     files = require_weights(path)
     digests = {name: sha256_once(file.resolve()) for name, file in files.items()}
     directory = next(iter(files.values())).parent
@@ -295,19 +294,19 @@ def require_weights(path: Path) -> dict[str, Path]:
     names = shard_names(entry) if entry.name.endswith(".index.json") else [entry.name]
     files = {name: entry.parent / name for name in names}
     for name, file in files.items():
-        found = "no file" if not file.is_file() else "an encoded file" if is_encoded(file) else "a file"
-        if found != "a file" or not name.endswith((".safetensors", ".bin")):
+        kind = "no file" if not file.is_file() else "an encoded file" if is_encoded(file) else "a file"
+        if kind != "a file" or not name.endswith((".safetensors", ".bin")):
             next_step = "Pass the model that the run starts from, or make this checkpoint plain by restore_directory."
-            raise ConfigError("anchor", "plain files of weights, .safetensors or .bin", f"{found} at {file}", next_step)
+            raise ConfigError("anchor", "plain files of weights, .safetensors or .bin", f"{kind} at {file}", next_step)
     register_base(entry.parent)
     return files
 
 
 def find_base(base: Base, directory: Path) -> dict[str, Path]:
-    """Return the files of a base by name, digests compared; the checkpoint `directory`, if absolute, may keep them.
+    """Return the paths of a base's files by name, after comparing digests. An absolute `directory` may hold copies.
 
-    CorruptFileError: a file in the Hub's cache is a link out of it, or all that were found have changed.
-    MissingAnchorError: a file is nowhere. Both name repository and commit, and what to do.
+    CorruptFileError: a file in the Hub's cache is a link out of it, or every copy of a file has changed.
+    MissingAnchorError: a file is found nowhere. Both errors name repository and commit, and the next step.
     """
     return {name: _find_file(base, name, directory) for name in base.files}
 
@@ -316,15 +315,15 @@ def _find_file(base: Base, name: str, directory: Path) -> Path:
     sha256, changed = base.files[name], None
     for path in _candidates(base, name, directory):
         try:
-            found = sha256_once(path)
+            actual_sha256 = sha256_once(path)
         except OSError:
             continue
         except CorruptFileError as error:
             changed = error
             continue
-        if found == sha256:
+        if actual_sha256 == sha256:
             return path
-        changed = CorruptFileError(str(path), f"{name} of {base}, SHA-256 {sha256}", found, base.next_step)
+        changed = CorruptFileError(str(path), f"{name} of {base}, SHA-256 {sha256}", actual_sha256, base.next_step)
     if changed is not None:
         raise changed
     where = "the checkpoint, the Hub's cache or a registered directory"
@@ -341,7 +340,7 @@ def _candidates(base: Base, name: str, directory: Path) -> Iterator[Path]:
 
 
 def snapshot_path(repository: str, commit: str) -> Path:
-    """Return where the Hub's cache keeps a commit: https://huggingface.co/docs/huggingface_hub/guides/manage-cache."""
+    """Return the path of a commit in the Hub's cache, https://huggingface.co/docs/huggingface_hub/guides/manage-cache."""
     return Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}" / "snapshots" / commit
 
 
@@ -350,8 +349,8 @@ def cached_snapshots(repository: str) -> list[Path]:
     snapshots = snapshot_path(repository, "main").parent
     main = snapshots.parent / "refs" / "main"
     newest = main.read_text(encoding="utf-8").strip() if main.is_file() else ""
-    found = sorted(snapshots.iterdir()) if snapshots.is_dir() else []
-    return sorted(found, key=lambda path: path.name != newest)
+    directories = sorted(snapshots.iterdir()) if snapshots.is_dir() else []
+    return sorted(directories, key=lambda path: path.name != newest)
 
 
 def _cached_file(repository: str, commit: str, name: str) -> Path:

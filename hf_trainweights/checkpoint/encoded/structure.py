@@ -1,10 +1,10 @@
 """The one layout of an encoded file: a torch zip file that holds a single call and loads as plain tensors.
 
-    data/0     the payload: what the codecs wrote, each piece at a multiple of 16 bytes, 0 to 2 % padding
+    data/0     the payload: the pieces that codecs wrote, each at a multiple of 16 bytes, 0 to 2 % padding
     data.pkl   decode_file(payload, structure)
 
-The pickle's last text is `structure`: the SHA-256 of the rest, as it stands there in UTF-8, in hexadecimal, so that no
-key, scalar or shape changes unnoticed, and the rest, one JSON object:
+The pickle's last text is `structure`. It begins with a SHA-256 in hexadecimal, so that no key, scalar or shape changes
+unnoticed. The digest is that of the rest of the text, as it stands there in UTF-8. The rest is one JSON object:
 
     {"version": 1,
      "anchor": {"sha256": "...", "path": "/runs/a/checkpoint-5/<sha256>.anchor"},
@@ -12,26 +12,30 @@ key, scalar or shape changes unnoticed, and the rest, one JSON object:
      "storages": [{"codec": "planes-delta", "dtype": "float32", "shape": [2, 2], "sizes": [123, 45],
                    "crc32": 1234567890, "params": {...}, "bound": 0.001, "anchor": "layers.0.weight"}, ...]}
 
-`tree` and `tensors` are described in tree.py. `sizes` are the lengths of a storage's pieces of the payload, in order;
+tree.py describes `tree` and `tensors`. `sizes` are the lengths of a storage's pieces of the payload, in order, and
 `crc32` is over their bytes. `bound` is the largest error of an element in the codec's unit, rounding before a lossless
-codec included; what is exact has none. What a codec has no use for is left out: `params`, and which decoded tensors it
-refers to: `anchor`, a name in the anchor, and `exp_avg_sq`, a lower index in `storages`.
+codec included; an exact storage has no `bound`. The other keys are left out if the codec has no use for them: `params`,
+and two that name decoded tensors: `anchor`, a name in the anchor, and `exp_avg_sq`, a lower index in `storages`.
 
-No byte of the text, or of the payload's length, is a full stop: pickle takes one for the end of the file, and a
-flipped bit can make it look for an instruction in either. So there a full stop is a middle dot (U+00B7), of which JSON
-escapes others, and zeros are appended to a payload until its length is free of the byte 46.
+No byte of the text, or of the payload's length, is a full stop. Pickle takes a full stop for the end of the file, and a
+flipped bit can make pickle look for an instruction in the text or the length. So in the text a middle dot (U+00B7)
+replaces each full stop, and JSON escapes other middle dots. Zeros are appended to a payload until no byte of its length
+is 46.
 
-An anchor is an encoded file of one flat state dict. It may refer to another anchor, whose link lies beside its own. It
-is found by its digest (reader.py). In its place may stand weights outside the run, as others wrote them: then `anchor`
-has one more key, `base`, its `sha256` is that of the text that `sha256sum` prints of all files of the base, its `path`
-leads to a directory that may keep them under their own digests, and a storage's `anchor` is a name in them:
+An anchor is an encoded file of one flat state dict. Readers find it by its digest (reader.py). It may refer to another
+anchor, whose link lies beside its own.
+
+Instead of an anchor, a file may refer to a base: weights outside the run, as others wrote them. Then `anchor` has one
+more key, `base`. In such an `anchor`, `sha256` is that of the text that `sha256sum` prints for all files of the base,
+and `path` leads to a directory that may keep these files under their own digests. A storage's `anchor` is a name in
+these files:
 
     "base": {"files": {"model.safetensors": "<sha256>"},
              "repository": "sentence-transformers/all-MiniLM-L6-v2",
              "commit": "<40 hexadecimal digits>"}
 
-Weights that are not in the Hub's cache have `path` in the place of the last two: where they lay, for people to read. A
-reader never opens it.
+Weights that are not in the Hub's cache have `path` instead of `repository` and `commit`: the directory where they lay,
+for people to read. A reader never opens it.
 """
 
 from __future__ import annotations
@@ -65,11 +69,11 @@ from hf_trainweights.files.reading import is_safe_name, is_sha256
 
 VERSION = 1
 ANCHOR_SUFFIX = ".anchor"
-"""What follows the SHA-256, in hexadecimal, in the name of an anchor."""
+"""The name of an anchor is its SHA-256, in hexadecimal, and this suffix."""
 # The itemsize of complex128, the largest dtype: a codec may view its piece as any dtype.
 ALIGNMENT_BYTES = 16
 
-# The best a codec makes of zeros is a factor of 19,000. What claims more lies about a size.
+# Codecs make zeros smaller by a factor of at most 19,000. A storage that claims a larger factor lies about a size.
 _MAX_EXPANSION = 1 << 16
 _MIN_DECODED_BYTES = 1 << 16
 # How the pickle in an encoded file begins: the name of `decode_file`, which never changes.
@@ -78,19 +82,19 @@ DECODE_CALL = b"\x80\x02chf_trainweights\ndecode_file\n"
 _FULL_STOP = "\u00b7"
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# The Hub's own rule, with at most one slash; it allows no name that is or begins with a full stop.
+# The Hub's own rule, with at most one slash. It refuses names that are or begin with a full stop.
 _REPOSITORY = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9._-]{0,95}/)?[A-Za-z0-9_][A-Za-z0-9._-]{0,95}")
 _SUFFIXES = (".safetensors", ".bin")
 
 
 def seal_structure(content: Mapping[str, Any]) -> str:
-    """Write the JSON object of the module docstring as text: its digest and itself, without a full stop."""
+    """Return the text that the module docstring specifies: digest and JSON, without a full stop."""
     text = json.dumps(content, separators=(",", ":"), allow_nan=False).replace(".", _FULL_STOP)
     return hashlib.sha256(text.encode()).hexdigest() + text
 
 
 def padded_length(length: int) -> int:
-    """Return the smallest length of a payload, >= `length`, in which no byte is 46."""
+    """Return the smallest length of a payload, >= `length`, no byte of which is 46, a full stop."""
     for shift in range(56, -8, -8):
         if length >> shift & 0xFF == ord("."):
             return (length >> shift) + 1 << shift
@@ -98,16 +102,16 @@ def padded_length(length: int) -> int:
 
 
 def open_structure(text: object) -> dict[str, Any]:
-    """Read and check a structure, all but `tree` and `tensors`, which `unflatten` checks.
+    """Read a structure, and check all of it except `tree` and `tensors`, which `unflatten` checks.
 
-    CorruptFileError: the digest is wrong, or the content is not what this version writes.
+    CorruptFileError: the digest is wrong, or this version does not write such content.
     """
     if type(text) is not str:
         raise corrupt("the structure", "a text", type(text))
     digest, rest = text[:64], text[64:]
-    found = hashlib.sha256(rest.encode("utf-8", "surrogatepass")).hexdigest()
-    if found != digest:
-        raise corrupt("the structure", f"SHA-256 {digest}", found)
+    actual_digest = hashlib.sha256(rest.encode("utf-8", "surrogatepass")).hexdigest()
+    if actual_digest != digest:
+        raise corrupt("the structure", f"SHA-256 {digest}", actual_digest)
     try:
         structure = json.loads(rest.replace(_FULL_STOP, "."))
     except (ValueError, RecursionError) as error:
@@ -171,10 +175,10 @@ def _check_storage(entry: Any, index: int, has_anchor: bool) -> None:
 
 @dataclass(frozen=True)
 class TensorReport:
-    """What became of one stored tensor; tied tensors and views of the same memory count as one.
+    """How one tensor was stored. Tied tensors, and views of the same memory, count as one.
 
-    `path` is the key path of the first one, e.g. `state.0.exp_avg`; `name` is its parameter's where the plan knows it,
-    else the path. `bound` is the largest error of a decoded element in the codec's unit, None if it is exact.
+    `path` is the key path of the first of them, e.g. `state.0.exp_avg`. `name` is its parameter's name if the plan has
+    one, else the path. `bound` is the largest error of a decoded element in the codec's unit, None for an exact tensor.
     """
 
     path: str
@@ -188,18 +192,18 @@ class TensorReport:
 
     @classmethod
     def of(cls, entry: Mapping[str, Any], path: str, name: str, role: str) -> TensorReport:
-        """Return the report on a storage, given its entry in a structure and what its plan says."""
+        """Return the report on a storage, given its entry in a structure, and name and role from its plan."""
         codec, params, bound = entry["codec"], entry.get("params", {}), entry.get("bound")
         return cls(path, name, role, codec, params, bound, decoded_bytes(entry), sum(entry["sizes"]))
 
 
 def decoded_bytes(entry: Mapping[str, Any]) -> int:
-    """Return how many bytes a storage decodes to, given its entry in a structure."""
+    """Return the size of a decoded storage, given its entry in a structure."""
     return math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize
 
 
 def cut_payload(structure: Mapping[str, Any], payload: Tensor) -> list[list[Tensor]]:
-    """Return for each storage views of its pieces of the payload, 1-D uint8; CorruptFileError: lengths do not fit."""
+    """Cut a payload into the pieces of each storage, 1-D uint8 views; CorruptFileError: lengths do not fit."""
     pieces: list[list[Tensor]] = []
     stop = 0
     for index, entry in enumerate(structure["storages"]):
@@ -227,11 +231,11 @@ def payload_crc32(pieces: Iterable[Tensor]) -> int:
 def empty_storages(structure: Mapping[str, Any]) -> list[Tensor]:
     """Return a tensor on "meta" for each storage, of its shape and dtype."""
     entries = structure["storages"]
-    return [torch.empty(each["shape"], dtype=DTYPES[each["dtype"]], device="meta") for each in entries]
+    return [torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device="meta") for entry in entries]
 
 
 def anchor_file_name(sha256: str) -> str:
-    """Return the name that a file has as an anchor."""
+    """Return the name of the anchor with this digest."""
     return f"{sha256}{ANCHOR_SUFFIX}"
 
 
@@ -268,10 +272,10 @@ def _tensor_paths(node: Any, path: KeyPath) -> Iterator[tuple[Any, KeyPath]]:
 
 @dataclass(frozen=True)
 class Base:
-    """Weights outside a run that its checkpoints are stored against: SHA-256 by name of each file of weights.
+    """Weights outside a run that its checkpoints are stored against. `files` has the SHA-256 of each file by name.
 
-    Weights of the Hub have a repository and a commit of 40 hexadecimal digits. Others have the path where they lay,
-    which is shown in errors and never opened.
+    Weights of the Hub have a repository and a commit of 40 hexadecimal digits. Others have the path of the directory
+    where they lay, which errors show and no reader opens.
     """
 
     files: Mapping[str, str]
@@ -281,13 +285,13 @@ class Base:
 
     @property
     def sha256(self) -> str:
-        """The digest of all files together: of the text that `sha256sum` prints, sorted by name."""
+        """The digest of all files together: that of the text that `sha256sum` prints for them, sorted by name."""
         lines = (f"{sha256}  {name}\n" for name, sha256 in sorted(self.files.items()))
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     @property
     def next_step(self) -> str:
-        """What a reader should do where it is not found, or has changed."""
+        """The advice in an error if a file of the base is missing or has changed."""
         if self.repository is not None:
             return f"Download it: hf download {self.repository} --revision {self.commit}"
         return (
@@ -299,12 +303,12 @@ class Base:
         return f"weights of {self.path}" if self.repository is None else f"{self.repository} at commit {self.commit}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON, without what is None."""
+        """Return the base as JSON, without fields that are None."""
         return {key: dict(value) if key == "files" else value for key, value in vars(self).items() if value is not None}
 
     @classmethod
     def from_dict(cls, where: str, value: object) -> Base:
-        """Read what `to_dict` returned, or anything that pretends to be it; CorruptFileError says where it is wrong."""
+        """Read JSON that `to_dict` returned, or check JSON that anyone wrote; CorruptFileError begins with `where`."""
         if not isinstance(value, Mapping) or not value.keys() <= {"files", "repository", "commit", "path"}:
             raise corrupt(where, "the files, repository and commit, or path, of a base", value)
         files, repository, commit, path = (value.get(key) for key in ("files", "repository", "commit", "path"))
@@ -314,12 +318,12 @@ class Base:
             return cls(dict(files), repository, commit)
         if type(path) is str and repository is None and commit is None:
             return cls(dict(files), path=path)
-        found = {key: each for key, each in value.items() if key != "files"}
-        raise corrupt(where, "a repository and a commit of 40 hexadecimal digits, or a path", found)
+        origin = {key: field for key, field in value.items() if key != "files"}
+        raise corrupt(where, "a repository and a commit of 40 hexadecimal digits, or a path", origin)
 
 
 def is_repository(name: object, commit: object) -> bool:
-    """Return whether these can be the name of a repository on the Hub, and a commit in it."""
+    """Return whether `name` can be a repository on the Hub, and `commit` the digest of a commit in it."""
     if type(name) is not str or type(commit) is not str or ".." in name:
         return False
     return bool(_REPOSITORY.fullmatch(name) and _COMMIT.fullmatch(commit))

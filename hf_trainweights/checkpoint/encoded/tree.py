@@ -1,4 +1,6 @@
-"""A tree of Python values and tensors <-> JSON and a list of storages: what `torch.save` keeps, as data.
+"""Turns a tree of Python values and tensors into JSON and a list of storages, and back.
+
+The JSON holds as data the values that `torch.save` would pickle:
 
 | value | node |
 |---|---|
@@ -10,14 +12,15 @@
 | torch.dtype, torch.device | `{"dtype": "float32"}`, `{"device": "cuda:0"}` |
 | tensor, parameter | `{"tensor": index}`; the same object twice has the same index |
 
-An OrderedDict brings the `_metadata` of a module's state dict as a second entry of its node, `"metadata": node`. Of a
-tensor its values, dtype, layout, `requires_grad` and its being a parameter are kept; attributes and hooks are not.
+The node of an OrderedDict has a second entry, `"metadata": node`, if the dict has the `_metadata` of a module's state
+dict. A tensor keeps its values, dtype, layout and `requires_grad`, and is a parameter again if it was one. It loses
+other attributes and hooks.
 
 A tensor is a view, `{"storage": 3, "shape": [2, 2], "stride": [1, 2], "offset": 4, "requires_grad": true, "parameter":
-true}`; left out are the shape where it is the storage's, strides that are row-major, an offset of 0 and false. Tensors
-that share memory share a storage, so a write through one shows in the other. A storage holds what its views span, in
-elements, the gaps between views closed: a small view of a large tensor does not drag the rest along. Errors name a
-tensor by its key path, i.e. where in the tree it is.
+true}`. Left out are a shape that equals the storage's, strides that are row-major, an offset of 0, and false. Tensors
+that share memory share a storage, so a write through one shows in the other. A storage holds only the elements that its
+views span, and the gaps between views are closed: a small view of a large tensor does not drag the rest along. Errors
+name a tensor by its key path, the keys that lead to it from the top of the tree.
 """
 
 from __future__ import annotations
@@ -43,12 +46,13 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ALL_DTYPES}
 _MAX_DIMENSIONS = 64  # torch's own limit
 _MAX_ELEMENTS = 1 << 62  # torch counts elements in int64
 
-# Names of parameters have about 100 characters. A file may claim a key of a megabyte, above many tensors.
+# Errors show so much of a key. Names of parameters have about 100 characters, but a hostile file may have a key of a
+# megabyte above many tensors.
 _SHOWN_CHARACTERS = 500
 
-# Real training state is about 6 deep. Python gives up near 1000 frames; a hostile file must not get it there.
+# Real training state is about 6 deep. Python gives up near 1000 frames, and a hostile file must not get it there.
 MAX_DEPTH = 64
-# numpy's PCG64 state, the longest integer in training state, has 128 bits; Python refuses to print 14,000.
+# The longest integer in training state, numpy's PCG64 state, has 128 bits. Python refuses to print 14,000 bits.
 _MAX_INT_BITS = 4096
 
 _SCALARS = (bool, int, str, float)
@@ -64,20 +68,20 @@ _CONSTANTS: dict[str, Callable[[Any], Any]] = {
 
 
 def path_text(path: KeyPath) -> str:
-    """Return a key path as people write it, e.g. `state.0.exp_avg`; of a key the first 500 characters."""
+    """Return a key path as people write it, e.g. `state.0.exp_avg`, each key cut after 500 characters."""
     return ".".join(str(key)[:_SHOWN_CHARACTERS] for key in path) or "the value itself"
 
 
 def corrupt(where: str, expected: str, found: object) -> CorruptFileError:
-    """Return the error to raise for a file that this package did not write so."""
+    """Return the error to raise for a file whose content this package would not have written."""
     next_step = "The file is damaged or was not written by hf_trainweights: restore it from a copy."
-    # A list may be a thousand levels deep, which str() gives up at.
+    # str() would fail for a list that is a thousand levels deep.
     text = reprlib.repr(found) if isinstance(found, list | dict) else str(found)
     return CorruptFileError(where, expected, text[:200], next_step)
 
 
 def flatten(tree: Any) -> tuple[dict[str, Any], list[Storage]]:
-    """Take a tree apart: `{"tree": node, "tensors": [view, ...]}`, ready for JSON, and the storages that it views.
+    """Take a tree apart: return `{"tree": node, "tensors": [view, ...]}`, ready for JSON, and the viewed storages.
 
     UnstorableError names the key path of a value that is not in this module's table, or contains itself.
     """
@@ -88,9 +92,9 @@ def flatten(tree: Any) -> tuple[dict[str, Any], list[Storage]]:
 
 
 def unflatten(structure: Mapping[str, Any], storages: Sequence[Tensor]) -> Any:
-    """Put a tree together again, of `storages` of the right shapes and dtypes on any device, whose memory it shares.
+    """Undo `flatten`. Tensors share the memory of `storages`, which have the right shapes and dtypes, on any device.
 
-    CorruptFileError: a node or a view is not as `flatten` leaves it.
+    CorruptFileError: a node or a view is not as `flatten` returns it.
     """
     return _value(structure.get("tree"), build_tensors(structure.get("tensors"), storages), ())
 
@@ -122,13 +126,12 @@ class _Flattener:
             return self._container_node(value, path)
         expected = "a scalar, list, tuple, dict, torch.dtype, torch.device, torch.Size or tensor"
         next_step = "Convert it, e.g. with float(), list() or torch.as_tensor(), or leave it out."
-        found = f"{kind.__module__}.{kind.__qualname__}"
-        raise UnstorableError(path_text(path), expected, found, next_step)
+        raise UnstorableError(path_text(path), expected, f"{kind.__module__}.{kind.__qualname__}", next_step)
 
     def _container_node(self, value: Any, path: KeyPath) -> Json:
         if id(value) in self._open or len(self._open) == MAX_DEPTH:
-            found = "a container that contains itself" if id(value) in self._open else "a deeper one"
-            raise UnstorableError(path_text(path), f"a tree at most {MAX_DEPTH} deep", found, "Flatten it.")
+            problem = "a container that contains itself" if id(value) in self._open else "a deeper one"
+            raise UnstorableError(path_text(path), f"a tree at most {MAX_DEPTH} deep", problem, "Flatten it.")
         self._open.append(id(value))
         if type(value) in _MAPPING_KINDS:
             node: Json = self._mapping_node(value, path)
@@ -142,16 +145,16 @@ class _Flattener:
         items: Json = []
         for key, value in mapping.items():
             if not _is_key(key):
-                found = f"{type(key).__qualname__} {key!r}"[:80]
-                raise UnstorableError(path_text(path), "keys that are scalars", found, "Use a str.")
+                shown_key = f"{type(key).__qualname__} {key!r}"[:80]
+                raise UnstorableError(path_text(path), "keys that are scalars", shown_key, "Use a str.")
             items.append([_scalar_node(key, path), self.node(value, (*path, key))])
         node: dict[str, Json] = {_MAPPING_KINDS[type(mapping)]: items}
         attributes = dict(getattr(mapping, "__dict__", {}))
         if "_metadata" in attributes:
             node["metadata"] = self.node(attributes.pop("_metadata"), (*path, "_metadata"))
         if attributes:
-            found = f"attributes {', '.join(attributes)}"
-            raise UnstorableError(path_text(path), "a dict without attributes", found, "Use a plain dict.")
+            others = f"attributes {', '.join(attributes)}"
+            raise UnstorableError(path_text(path), "a dict without attributes", others, "Use a plain dict.")
         return node
 
     def _tensor_index(self, tensor: Tensor, path: KeyPath) -> int:
@@ -167,13 +170,13 @@ def _scalar_node(value: Key, path: KeyPath) -> Json:
     if type(value) is float and not math.isfinite(value):
         return {"float": struct.pack(">d", value).hex()}
     if type(value) is int and value.bit_length() > _MAX_INT_BITS:
-        expected, found = f"an integer of at most {_MAX_INT_BITS} bits", f"{value.bit_length()} bits"
-        raise UnstorableError(path_text(path), expected, found, "Store it as a str.")
+        expected = f"an integer of at most {_MAX_INT_BITS} bits"
+        raise UnstorableError(path_text(path), expected, f"{value.bit_length()} bits", "Store it as a str.")
     return value
 
 
 def _value(node: Any, tensors: Sequence[Tensor], path: KeyPath) -> Any:
-    # The path becomes text in errors alone: a long key above a long list would be copied for each item.
+    # The path becomes text only for an error. Else a long key above a long list would be copied for each item.
     if len(path) > MAX_DEPTH:
         raise corrupt(path_text(path), f"a tree at most {MAX_DEPTH} deep", "a deeper one")
     if _is_key(node):
@@ -218,10 +221,10 @@ class Storage:
 
     Args:
         source: One of these tensors.
-        spans: Which elements of its storage are in use: disjoint `(start, stop)` pairs, ascending.
-        shape: The shape a codec sees: the tensors' if `exclusive`, else the number of elements in use.
-        paths: Key paths of its tensors, in the order of the tree.
-        exclusive: Every tensor is the same contiguous view of all of it: one tensor, or tied ones.
+        spans: The elements of the memory that are in use: disjoint `(start, stop)` pairs, ascending.
+        shape: The shape that a codec sees: the tensors' if `exclusive`, else the number of elements in use.
+        paths: Key paths of the tensors, in the order of the tree.
+        exclusive: Whether the elements in use are one contiguous tensor, or several tied ones of the same shape.
         size_bytes: Size of the elements in use.
     """
 
@@ -239,10 +242,10 @@ class Storage:
 
 
 def find_storages(tensors: Sequence[Tensor], paths: Sequence[Sequence[KeyPath]]) -> tuple[list[Json], list[Storage]]:
-    """Return a view per tensor, as JSON, and the storages that they view, as torch.save finds out who shares memory.
+    """Return a view per tensor, as JSON, and the storages that they view, found by shared memory as in torch.save.
 
     `tensors` are distinct objects, `paths` the key paths of each. UnstorableError names the key path of a tensor that
-    is not plain and dense, or shares memory with another dtype.
+    is not plain and dense, or shares memory with a tensor of another dtype.
     """
     groups: dict[int, list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -259,7 +262,7 @@ def find_storages(tensors: Sequence[Tensor], paths: Sequence[Sequence[KeyPath]])
 
 
 def require_storable(tensor: Tensor, path: KeyPath) -> None:
-    """Check that a tensor is plain and dense, and its dtype known; UnstorableError names its key path."""
+    """Check that a tensor is plain and dense, of a dtype in `DTYPES`; UnstorableError names its key path."""
     problem = None
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         problem = f"a {type(tensor).__module__}.{type(tensor).__qualname__}"
@@ -280,11 +283,11 @@ def _compact(tensors: Sequence[Tensor], paths: Sequence[Sequence[KeyPath]]) -> S
     first = tensors[0].detach()
     for tensor, (path, *_) in zip(tensors, paths, strict=True):
         if tensor.dtype != first.dtype:
-            found = f"{tensor.dtype}, and {first.dtype} at {path_text(paths[0][0])}"
-            raise UnstorableError(path_text(path), "one dtype for shared memory", found, "Clone one of the two.")
+            dtypes = f"{tensor.dtype}, and {first.dtype} at {path_text(paths[0][0])}"
+            raise UnstorableError(path_text(path), "one dtype for shared memory", dtypes, "Clone one of the two.")
     spans: list[tuple[int, int]] = []
     used = [tensor for tensor in tensors if tensor.numel()]
-    for start, stop in sorted(_span(int(each.storage_offset()), each.shape, each.stride()) for each in used):
+    for start, stop in sorted(_span(int(view.storage_offset()), view.shape, view.stride()) for view in used):
         if spans and start <= spans[-1][1]:
             spans[-1] = (spans[-1][0], max(stop, spans[-1][1]))
         else:
@@ -298,7 +301,7 @@ def _compact(tensors: Sequence[Tensor], paths: Sequence[Sequence[KeyPath]]) -> S
 
 
 def _offset(tensor: Tensor, spans: Iterable[tuple[int, int]]) -> int:
-    """Return where a tensor starts in its storage once the gaps between the spans are closed."""
+    """Return the offset of a tensor in its storage once the gaps between the spans are closed."""
     old, position = int(tensor.storage_offset()), 0
     for start, stop in spans:
         if start <= old < stop:
@@ -333,7 +336,7 @@ def build_tensors(views: object, storages: Sequence[Tensor]) -> list[Tensor]:
 
 
 def require_sizes(where: str, sizes: object) -> list[int]:
-    """Return `sizes` if it can be a shape or strides: a list of at most 64 integers from 0 to 2**62 - 1."""
+    """Check that `sizes` can be a shape or strides, at most 64 integers from 0 to 2**62 - 1, and return it."""
     if type(sizes) is not list or len(sizes) > _MAX_DIMENSIONS:
         raise corrupt(where, f"a list of at most {_MAX_DIMENSIONS} integers", sizes)
     if not all(type(size) is int and 0 <= size < _MAX_ELEMENTS for size in sizes):
@@ -342,14 +345,14 @@ def require_sizes(where: str, sizes: object) -> list[int]:
 
 
 def _span(offset: int, shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int]:
-    """Return where the elements of a tensor, which has some, begin and end in its storage."""
+    """Return the range of a storage's elements that a tensor spans, which is not empty."""
     return offset, offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def _row_major_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides, in elements, of a contiguous tensor."""
     sizes = [max(size, 1) for size in shape]
-    return tuple(math.prod(sizes[place + 1 :]) for place in range(len(sizes)))
+    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
 def _tensor(where: str, view: Any, storages: Sequence[Tensor]) -> Tensor:
@@ -361,7 +364,7 @@ def _tensor(where: str, view: Any, storages: Sequence[Tensor]) -> Tensor:
     requires_grad = view.get("requires_grad", False) is True
     if requires_grad and not (storage.is_floating_point() or storage.is_complex()):
         raise corrupt(f"{where}, requires_grad", "a floating-point or complex tensor", storage.dtype)
-    # As torch does it: the result is no view in autograd's sense, so that in-place writes are free.
+    # torch builds tensors like this too. The result is no view in autograd's sense, so in-place writes are allowed.
     tensor = torch.empty(0, dtype=storage.dtype, device=storage.device)
     tensor.set_(storage.untyped_storage(), offset, shape, stride)
     if view.get("parameter", False) is True:

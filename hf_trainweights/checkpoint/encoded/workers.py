@@ -1,6 +1,6 @@
-"""Threads that encode and decode tensors beside each other; results come in the order of the work.
+"""Runs tasks that encode and decode tensors in threads, and yields their results in order.
 
-Threads serve, and no processes, because the loops in C, zstd, digests and checksums do without Python's lock.
+Threads suffice, processes are not needed: the loops in C, zstd, digests and checksums run without Python's lock.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ import torch
 
 _T = TypeVar("_T")
 
-# What one thread takes in a few milliseconds; less is not worth another one.
+# One thread encodes so much in a few milliseconds. Less work is not worth another thread.
 _BYTES_PER_WORKER = 4 << 20
-# Beyond them the thread that writes cannot keep up.
+# The thread that writes cannot keep up with more.
 _MOST_WORKERS = 8
+# Per worker, the most bytes and the most tasks that are begun before the caller has taken their results. With 64 tasks,
+# other threads do many small tensors while one does a large one.
 _AHEAD_BYTES = 64 << 20
-# Tasks of a worker: so many small tensors go beside one large one.
 _AHEAD = 64
 
 
 def worker_count(size_bytes: int) -> int:
-    """Return how many threads should encode or decode so many bytes.
+    """Return the number of threads that should encode or decode `size_bytes`.
 
-    Where the main thread asks, training waits for the result, and all cores of this rank serve. Any other thread works
-    beside training: on the CPU, torch's own threads keep their cores; where CUDA is in use, half of the cores serve.
+    If the main thread asks, training waits for the result, so the threads may use all cores of this rank. Any other
+    thread works beside training. Then, if training uses CUDA, the threads may use half of the cores, and otherwise the
+    cores that torch's own threads leave.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
@@ -42,12 +44,12 @@ def worker_count(size_bytes: int) -> int:
 
 def default_device_cpu() -> AbstractContextManager[object]:
     """Return a context in which new tensors are on the CPU, whatever default device the caller has set."""
-    # As a context, torch.device costs a few microseconds at every call into torch.
+    # torch.device as a context costs a few microseconds at every call into torch, so it is avoided where possible.
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
-def _alone(task: Callable[[], _T]) -> _T:
-    """Do a task without gradients and with new tensors on the CPU, which each thread has to ask for itself."""
+def _run(task: Callable[[], _T]) -> _T:
+    """Run a task without gradients and with new tensors on the CPU, two settings that each thread has of its own."""
     with torch.no_grad(), default_device_cpu():
         return task()
 
@@ -55,14 +57,14 @@ def _alone(task: Callable[[], _T]) -> _T:
 def in_order(
     tasks: Iterable[tuple[int, Callable[[], _T]]], workers: int, kept_bytes: Callable[[_T], int] | None = None
 ) -> Generator[_T]:
-    """Yield the results of tasks in their order; of each task is also said how many bytes it takes up.
+    """Run tasks in threads, and yield their results in the order of the tasks. A task comes with its memory in bytes.
 
-    Workers are ahead of the caller by 64 MiB each, or by two tasks: small ones go beside a larger one. What a result
-    takes up that waits for its turn, `kept_bytes` says; without it as much as its task. The error of the first task
-    that fails is raised in its turn. Close the iterator: then no thread is left.
+    Tasks and results that wait for the caller take at most 64 MiB for each worker, except that two tasks always fit.
+    `kept_bytes` returns the memory of a result; by default it is that of its task. The error of the first task that
+    fails is raised in its turn. Closing the iterator ends all threads.
     """
     if workers < 2:
-        yield from (_alone(task) for _, task in tasks)
+        yield from (_run(task) for _, task in tasks)
         return
     pool = ThreadPoolExecutor(workers, thread_name_prefix="trainweights")
     waiting: deque[Future[tuple[_T, int]]] = deque()
@@ -75,7 +77,7 @@ def in_order(
             taken_bytes += size_bytes
 
     def work(size_bytes: int, task: Callable[[], _T]) -> tuple[_T, int]:
-        result = _alone(task)
+        result = _run(task)
         result_bytes = size_bytes if kept_bytes is None else kept_bytes(result)
         take(result_bytes - size_bytes)
         return result, result_bytes
@@ -92,7 +94,7 @@ def in_order(
                 if waiting[0].done() or len(waiting) >= most_tasks:
                     yield oldest()
                 else:
-                    wait([each for each in waiting if not each.done()], return_when=FIRST_COMPLETED)
+                    wait([future for future in waiting if not future.done()], return_when=FIRST_COMPLETED)
             take(size_bytes)
             waiting.append(pool.submit(work, size_bytes, task))
         while waiting:

@@ -1,1 +1,1 @@
-"""Which codec each tensor of a checkpoint gets, before anything is encoded."""
+"""Plans the codecs of each tensor of a checkpoint, before anything is encoded."""

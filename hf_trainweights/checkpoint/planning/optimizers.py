@@ -1,12 +1,12 @@
-"""Optimizers by their class: the role that each of their states has in how they move a weight.
+"""Finds the class of an optimizer, and by the class the roles of its states: how each of them moves a weight.
 
-A lossy mode may round a state only in the unit in which the optimizer uses it, so the class decides. Names of states
-say nothing: Prodigy scales its `exp_avg` by an estimated rate, ADOPT divides gradients before it averages them, RAdam
-does not divide by `exp_avg_sq` in its first steps, and all of them call their states like Adam does. States of a class
-that is not in `RULES` stay exact.
+A lossy mode may round a state only in the unit in which the optimizer uses it, so the class of the optimizer decides.
+The names of states do not: Prodigy scales its `exp_avg` by an estimated rate, ADOPT divides gradients before it
+averages them, RAdam does not divide by `exp_avg_sq` in its first steps, and all of them name their states as Adam does.
+States of a class that is not in `RULES` stay exact.
 
-Files of others name no class. There the settings in the parameter groups decide: only torch's Adam and AdamW record
-exactly these.
+Files that other packages wrote do not name the class. Then the settings in the parameter groups decide: only torch's
+Adam and AdamW record exactly those of `_SETTINGS_OF_ADAM`, and maybe of `_LATER_SETTINGS`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _logger = logging.getLogger(__name__)
 class UpdateRule:
     """How a class of optimizers moves a weight: roles by the keys of its states, and keys of states that stay exact.
 
-    A parameter that has any other state is moved by another rule, as one of Adam with `amsgrad` is.
+    If a parameter has any other state, the optimizer moves it by another rule, e.g. Adam with `amsgrad`.
     """
 
     roles: Mapping[str, str]
     exact: frozenset[str]
 
     def fits(self, state: Mapping[Any, Any]) -> bool:
-        """Return whether the state of one parameter is that of this rule, in dtypes that codecs can round."""
+        """Return whether one parameter has the states of this rule, in dtypes that codecs can round."""
         tensors = [state.get(key) for key in self.roles]
         if not all(isinstance(tensor, Tensor) and tensor.dtype in LOSSY_DTYPES for tensor in tensors):
             return False
@@ -45,11 +45,11 @@ class UpdateRule:
         return len(shapes) == 1 and state.keys() <= self.roles.keys() | self.exact
 
 
-# The key in a manifest's metadata that says whose states were saved, and which of them were rounded.
+# The key in a manifest's metadata under which `states_entry` is stored.
 STATES_KEY = "optimizer"
 
 ADAM = "torch.optim.adam.Adam"
-# The group of parameters that are known to be Adam's, as far as plans need it.
+# A group with the settings of Adam that plans need, for parameters that are known to be Adam's.
 ADAM_GROUP: Mapping[str, Any] = {"lr": 0.0, "betas": (0.9, 0.999)}
 _ADAM_RULE = UpdateRule({key: key for key in sorted(MOMENTS)}, frozenset({"step"}))
 
@@ -60,15 +60,15 @@ RULES: Mapping[str, UpdateRule] = {
     "apex.optimizers.fused_adam.FusedAdam": _ADAM_RULE,
 }
 
-# Objects that call the `step` of the optimizer in an attribute, and add nothing to it.
+# Wrappers, and the attribute in which each has the optimizer whose `step` it calls without changes.
 _WRAPPERS = {
     "accelerate.optimizer.AcceleratedOptimizer": "optimizer",
     "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer": "optim",
 }
-# A subclass that replaces one of them moves weights by a rule of its own, or saves other states.
+# A subclass that replaces one of these methods moves weights by a rule of its own, or saves other states.
 _METHODS_OF_A_RULE = ("step", "_init_group", "state_dict")
 
-# Settings that torch's Adam and AdamW record in a group: those of every version, then later ones and schedulers'.
+# Settings in a group of torch's Adam and AdamW: those of every version of torch, then later ones and schedulers'.
 _SETTINGS_OF_ADAM = frozenset({"lr", "betas", "eps", "weight_decay", "amsgrad"})
 _LATER_SETTINGS = frozenset(
     {"maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay", "params", "param_names"}
@@ -77,9 +77,9 @@ _LATER_SETTINGS = frozenset(
 
 
 def class_name(optimizer: Any) -> str | None:
-    """Return the class of an optimizer by module and name: that in `RULES` by whose rule it works, else its own.
+    """Return module and name of an optimizer's class, or of its base class in `RULES` if it moves weights by that rule.
 
-    A text is the name itself; Adam and AdamW are torch's. None stays None.
+    A text is returned as it is, except that Adam and AdamW become torch's. None stays None.
     """
     if optimizer is None:
         return None
@@ -87,17 +87,17 @@ def class_name(optimizer: Any) -> str | None:
         name = optimizer.removeprefix("torch.optim.")
         torchs = f"torch.optim.{name.lower()}.{name}"
         return torchs if torchs in RULES else optimizer
-    own = _qualified(type(optimizer))
-    if own in _WRAPPERS:
-        return class_name(getattr(optimizer, _WRAPPERS[own]))
+    own_name = _qualified(type(optimizer))
+    if own_name in _WRAPPERS:
+        return class_name(getattr(optimizer, _WRAPPERS[own_name]))
     base = next((cls for cls in type(optimizer).__mro__ if _qualified(cls) in RULES), None)
-    return own if base is None or _replaces(type(optimizer), base) else _qualified(base)
+    return own_name if base is None or _replaces(type(optimizer), base) else _qualified(base)
 
 
 def rule_of(name: str | None, settings: Collection[str]) -> UpdateRule | None:
-    """Return the rule by which the parameters of a group are moved; None for one that is not known.
+    """Return the rule by which the parameters of a group are moved, or None if it is unknown.
 
-    `name` is the class, None where nobody knows it; `settings` are the keys of the group.
+    `name` is the optimizer's class, or None if that is unknown. `settings` are the keys of the group.
     """
     if "betas" not in settings:
         return None
@@ -110,7 +110,7 @@ def rule_of(name: str | None, settings: Collection[str]) -> UpdateRule | None:
 def adam_states(
     optimizer: Mapping[str, Any], names: Mapping[Any, str], optimizer_class: str | None
 ) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
-    """Yield name, state and group of the parameters of a state dict that Adam's rule moves, also with `amsgrad`."""
+    """Yield name, state and group of each parameter in a state dict that Adam moves, even with `amsgrad`."""
     if not is_optimizer_state(optimizer):
         return
     for group in optimizer["param_groups"]:
@@ -130,8 +130,7 @@ def states_entry(
 ) -> dict[str, Any]:
     """Return the entry under `STATES_KEY`: the class of an optimizer, and the roles of its states that were rounded.
 
-    `tensors` are the rows of its states in a report. The log says once for each class if a lossy mode knows no rule for
-    any of them.
+    `tensors` are the rows of its states in a report. If a lossy mode has no rule for any of them, warn once per class.
     """
     if is_lossy and tensors and not any(row["role"] in MOMENTS for row in tensors):
         _say_that_states_stay_exact(optimizer_class)
@@ -139,7 +138,7 @@ def states_entry(
 
 
 def recorded_class(metadata: Mapping[str, Any]) -> str | None:
-    """Return the class of an optimizer from the metadata of a manifest that anyone may have written."""
+    """Return the class of an optimizer from a manifest's metadata, which anyone may have written; None if invalid."""
     entry = metadata.get(STATES_KEY)
     name = entry.get("class") if isinstance(entry, Mapping) else None
     return name if isinstance(name, str) else None
@@ -160,6 +159,9 @@ def _qualified(cls: type) -> str:
 
 
 def _replaces(cls: type, base: type) -> bool:
-    """Return whether a class replaces a method of a rule; torch wraps `step` in each class that is made first."""
+    """Return whether a class replaces a method of its base's rule.
+
+    Methods are unwrapped, because torch wraps `step` of each class when its first optimizer is made.
+    """
     methods = ((getattr(cls, name, object), getattr(base, name, object)) for name in _METHODS_OF_A_RULE)
     return any(inspect.unwrap(own) is not inspect.unwrap(inherited) for own, inherited in methods)

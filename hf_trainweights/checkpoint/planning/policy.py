@@ -1,17 +1,17 @@
-"""Which codec for which tensor: three modes, and rules for exceptions.
+"""`Policy` plans a codec for each tensor of a checkpoint: three modes, and rules for exceptions.
 
-| role | what | `near-lossless` | `compact` |
+| role | tensors | `near-lossless` | `compact` |
 |---|---|---|---|
 | weight | parameters | delta-uniform, step rms / 4 | delta-uniform, step rms |
-| exp_avg | first moment of Adam and AdamW | update-space, step 1/4 | update-space, step 1/2 |
-| exp_avg_sq | their second moment; exactly: planes-rank1 | log-rank1, step 1 | log-rank1, step 2 |
+| exp_avg | first moments of Adam and AdamW | update-space, step 1/4 | update-space, step 1/2 |
+| exp_avg_sq | their second moments; if exact, planes-rank1 | log-rank1, step 1 | log-rank1, step 2 |
 | buffer | buffers of the module | exact | exact |
 | other | step counters, states of other optimizers (see optimizers.py) | exact | exact |
 
-In `lossless` everything is exact. `rms` is the root mean square of the first difference to the anchor. A weight
-without an anchor has the steps that the last update of Adam, or an earlier anchor, lets expect; where neither is there,
-or the weight did not change, it is exact. A tensor of fewer than 4096 elements is exact in every mode and
-under every rule: norms and biases take little space and steer much.
+In `lossless` everything is exact. `rms` is the root mean square of a weight's first difference to its anchor. For a
+weight that has no anchor, the last update of Adam or an earlier anchor predicts `rms`. If neither exists, or the weight
+did not change, it is exact. A tensor of fewer than 4096 elements is exact in every mode and under every rule, because
+norms and biases take little space and have much influence.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from hf_trainweights.formats import FORMATS
 SIZE_FLOOR = 4096
 OPTIMIZER_ROLES = ("exp_avg", "exp_avg_sq", "other")
 
-# The selector of a rule for a role alone.
+# The selector of names in a rule that selects by role alone.
 _ANY_NAME = f"{EXPRESSION}.*"
 
 
 @dataclass(frozen=True)
 class _Mode:
-    """How much a mode may round: steps in the rms of a first difference, and which codec to try by role."""
+    """A mode: the number of steps in the rms of a weight's first difference, and the codecs of other roles."""
 
     steps_per_rms: int
     codecs: Mapping[str, tuple[Codec, ...]]
@@ -63,20 +63,20 @@ _MODES = {
 }
 MODES = tuple(_MODES)
 LOSSY_MODES = MODES[1:]
-# What editors complete; the values are checked where they arrive.
+# The literals are for completion in editors. `Policy` checks the value.
 ModeName = Literal["lossless", "near-lossless", "compact"] | str
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Chooses a codec for each tensor; a value that compares equal to its copy through JSON.
+    """Chooses a codec for each tensor. It is a value: a policy restored from JSON equals the original.
 
     Args:
-        mode: One of `MODES`, for everything that no rule selects.
+        mode: One of `MODES`, for every tensor that no rule selects.
         rules: Selector to choice. A selector is a role, `optimizer` for all of an optimizer's state, the name of
-            weights as in `TrainWeightsConfig`, or `role/name`. The most exact name wins, as there; expressions
-            (`re:pattern`) and roles alone win in this order. A choice is a mode, a codec (`"raw"`), a format
-            (`"int8"`: the codec grouped), or one of the latter two with options:
+            weights as in `TrainWeightsConfig`, or `role/name`. If several rules select a tensor, the most exact name
+            wins, as in `TrainWeightsConfig`, then expressions (`re:pattern`), then roles alone. A choice is a mode, a
+            codec (`"raw"`), a format (`"int8"`: the codec grouped), or a codec or format with options:
             `{"codec": "delta-uniform", "bound": 1e-5}`, `{"format": "int4", "group_size": 32}`.
 
     Raises:
@@ -95,8 +95,8 @@ class Policy:
         if self.mode not in MODES:
             raise ConfigError("mode", f"one of {', '.join(MODES)}", repr(self.mode), "Choose one of these.")
         if not isinstance(self.rules, Mapping):
-            found = type(self.rules).__name__
-            raise ConfigError("rules", "a dict from selector to choice", found, "See the class docstring.")
+            kind = type(self.rules).__name__
+            raise ConfigError("rules", "a dict from selector to choice", kind, "See the class docstring.")
         object.__setattr__(self, "rules", dict(self.rules))
         for selector, choice in self.rules.items():
             _parse_rule(selector, choice)
@@ -110,28 +110,28 @@ class Policy:
         """Return the policy that `to_dict` described.
 
         Raises:
-            ConfigError: It describes none.
+            ConfigError: `value` does not describe a policy.
         """
         if set(value) != {"mode", "rules"}:
-            found = ", ".join(map(str, value))
-            raise ConfigError("policy", "mode and rules", found, "Pass what to_dict returned.")
+            keys = ", ".join(map(str, value))
+            raise ConfigError("policy", "mode and rules", keys, "Pass what to_dict returned.")
         return cls(**value)
 
     def plan_weights(
         self, weights: Mapping[str, Any], anchor: Container[str] = (), *, buffers: Collection[str] = ()
     ) -> Plan:
-        """Plan a weights file that stands alone, or is stored against an anchor.
+        """Plan a weights file that is stored without reference (full), or against an anchor.
 
-        Alone a lossy mode rounds float32 only: weights of half precision are small as they are.
+        If it has no anchor, a lossy mode rounds float32 only, because weights of half precision are small already.
 
         Args:
             weights: A flat state dict under module names.
             anchor: The names that are in the anchor.
-            buffers: Which of the weights are buffers.
+            buffers: The names of weights that are buffers.
 
         Returns:
-            A plan for `encode_file(weights, plan)`, exact without the steps of the lossy modes: how far a weight moves
-            between saves.
+            A plan for `encode_file(weights, plan)`. Weights that a lossy mode rounds stay exact until `with_steps` adds
+            their steps, which depend on how far each weight moves between saves.
         """
         plan: dict[KeyPath, TensorPlan] = {}
         tensors = _tensors(weights)
@@ -151,12 +151,12 @@ class Policy:
         return plan
 
     def plan_tree(self, tree: Any, names: Mapping[Key, str] | None = None, optimizer: str | None = None) -> Plan:
-        """Plan a tree by what it looks like: an optimizer's state, a module's, or a dict of those; the rest is exact.
+        """Plan a tree by its layout: an optimizer's state dict, a module's, or a dict of such; the rest is exact.
 
         Args:
-            tree: What the file holds.
-            names: Names of an optimizer's parameters, as in `plan_optimizer`, where the tree is its state dict.
-            optimizer: Its class, likewise.
+            tree: The content of the file.
+            names: If the tree is an optimizer's state dict, the names of its parameters, as in `plan_optimizer`.
+            optimizer: If the tree is an optimizer's state dict, its class, as in `plan_optimizer`.
 
         Returns:
             A plan for `encode_file(tree, plan)`.
@@ -165,38 +165,37 @@ class Policy:
             ConfigError: A rule selects optimizer states by name, and there are no names.
         """
         plan: dict[KeyPath, TensorPlan] = {}
-        found: list[tuple[KeyPath, Any]] = [((), tree)]
+        open_nodes: list[tuple[KeyPath, Any]] = [((), tree)]
         seen: set[int] = set()  # a dict may contain itself
-        while found:
-            place, value = found.pop()
-            if not isinstance(value, dict) or id(value) in seen:
+        while open_nodes:
+            prefix, node = open_nodes.pop()
+            if not isinstance(node, dict) or id(node) in seen:
                 continue
-            seen.add(id(value))
-            if value.keys() >= {"state", "param_groups"}:
-                planned = self.plan_optimizer(
-                    value, **({} if place else {"names": names or None, "optimizer": optimizer})
-                )
-            elif value and all(isinstance(each, Tensor) for each in value.values()):
-                planned = self.plan_weights(value)
+            seen.add(id(node))
+            if node.keys() >= {"state", "param_groups"}:
+                at_top = {} if prefix else {"names": names or None, "optimizer": optimizer}
+                planned = self.plan_optimizer(node, **at_top)
+            elif node and all(isinstance(value, Tensor) for value in node.values()):
+                planned = self.plan_weights(node)
             else:
-                found += [((*place, key), each) for key, each in value.items()]
+                open_nodes += [((*prefix, key), value) for key, value in node.items()]
                 continue
-            for path, each in planned.items():
-                moment = (*place, *each.exp_avg_sq) if each.exp_avg_sq else None
-                plan[(*place, *path)] = dataclasses.replace(each, exp_avg_sq=moment)
+            for path, tensor_plan in planned.items():
+                moment = (*prefix, *tensor_plan.exp_avg_sq) if tensor_plan.exp_avg_sq else None
+                plan[(*prefix, *path)] = dataclasses.replace(tensor_plan, exp_avg_sq=moment)
         return plan
 
     def plan_optimizer(
         self, state: Mapping[str, Any], *, names: Mapping[Key, str] | None = None, optimizer: str | None = None
     ) -> Plan:
-        """Plan the file of `optimizer.state_dict()`; of other layouts every tensor is exact.
+        """Plan the file of `optimizer.state_dict()`. In a tree of another layout every tensor is exact.
 
         Args:
             state: The state dict.
-            names: Its parameters' names by their index in it. Default: those that an optimizer made from
-                `model.named_parameters()` records itself.
+            names: The parameters' names by their index in the state dict. Default: the names that an optimizer records
+                itself if it was made from `model.named_parameters()`.
             optimizer: Its class, as `class_name` returns it. Default: torch's Adam if its groups have exactly the
-                settings of that, else none that is known.
+                settings of Adam, else an unknown class.
 
         Returns:
             A plan for `encode_file(state, plan)`.
@@ -229,36 +228,36 @@ class Policy:
 
     @property
     def rules_of_exact_weights(self) -> dict[str, Any]:
-        """The rules but for those of weights, which are exact instead."""
+        """The rules except those for weights, and one that makes all weights exact."""
         others = zip(self.rules.items(), self._parsed_rules, strict=True)
         return {"weight": "lossless"} | dict(rule for rule, parsed in others if parsed.roles != ("weight",))
 
     def require_used(self, names: Iterable[str]) -> None:
-        """Check that each rule that names tensors names some.
+        """Check that each rule with a selector of names selects at least one name.
 
         Args:
             names: The names of all weights, buffers and parameters of the optimizer.
 
         Raises:
-            ConfigError: A rule names none; the error has the nearest name.
+            ConfigError: A rule selects no name; the error has the nearest name.
         """
-        known = [each for name in names for each in name_and_modules(name)]
+        all_names = [own_or_module for name in names for own_or_module in name_and_modules(name)]
         selectors = [rule.selector for rule in self._parsed_rules if rule.selector != _ANY_NAME]
-        require_used("rules", select(selectors, known), known)
+        require_used("rules", select(selectors, all_names), all_names)
 
     def _chooser(self, names: Iterable[str]) -> Callable[[str, str], str | Codec]:
-        """Return the function from role and name to the choice, where these are all names."""
-        known = {each for name in names for each in name_and_modules(name)}
-        selected = select((rule.selector for rule in self._parsed_rules), known) | {_ANY_NAME: frozenset(known)}
+        """Return a function from a tensor's role and name to its choice; `names` are the names of all tensors."""
+        all_names = {own_or_module for name in names for own_or_module in name_and_modules(name)}
+        selected = select((rule.selector for rule in self._parsed_rules), all_names) | {_ANY_NAME: frozenset(all_names)}
         rules: dict[str, dict[str, str | Codec]] = {role: {} for role in ROLES}
         for rule in self._parsed_rules:
             for role in rule.roles:
                 rules[role].setdefault(rule.selector, rule.choice)
 
         def choose(role: str, name: str) -> str | Codec:
-            candidates = {each: selected[each] for each in rules[role] if name in selected[each]}
-            decides = most_exact(candidates, (name.rpartition(".")[0], name))
-            return self.mode if decides is None else rules[role][decides]
+            candidates = {selector: selected[selector] for selector in rules[role] if name in selected[selector]}
+            winner = most_exact(candidates, (name.rpartition(".")[0], name))
+            return self.mode if winner is None else rules[role][winner]
 
         return choose
 
@@ -267,8 +266,8 @@ class Policy:
             is_by_name = rule.selector != _ANY_NAME and rule.roles[0] in OPTIMIZER_ROLES
             if is_by_name and not states.keys() <= names.keys():
                 next_step = "Make the optimizer from model.named_parameters(), or select by role alone."
-                found = "an optimizer state without names"
-                raise ConfigError(f"rules[{selector!r}]", "names of the optimizer's parameters", found, next_step)
+                problem = "an optimizer state without names"
+                raise ConfigError(f"rules[{selector!r}]", "names of the optimizer's parameters", problem, next_step)
 
 
 def _tensors(mapping: object) -> dict[Any, Tensor]:
@@ -278,13 +277,13 @@ def _tensors(mapping: object) -> dict[Any, Tensor]:
 
 
 def _steps_per_rms(choice: str | Codec, role: str, tensor: Tensor) -> int:
-    """Return the steps of a weight that a mode may round; 0 if the weight is exact or a rule names its codec."""
+    """Return the steps per rms that a mode gives a weight; 0 if the tensor is exact or a rule names its codec."""
     is_exact = role == "buffer" or tensor.numel() < SIZE_FLOOR or tensor.dtype not in LOSSY_DTYPES
     return 0 if is_exact or isinstance(choice, Codec) else _MODES[choice].steps_per_rms
 
 
 def _codecs(choice: str | Codec, role: str, tensor: Tensor) -> tuple[Codec, ...]:
-    """Return the codec to try for a tensor, but for the steps of a weight; none means exact."""
+    """Return the codec to try for a tensor, or () for exact. A mode's codec for weights comes later (`with_steps`)."""
     is_small = tensor.numel() < SIZE_FLOOR
     if isinstance(choice, Codec):
         return (choice,) if choice.lossless or not is_small else ()
@@ -293,7 +292,7 @@ def _codecs(choice: str | Codec, role: str, tensor: Tensor) -> tuple[Codec, ...]
 
 @dataclass(frozen=True)
 class _Rule:
-    """A rule of a `Policy`, checked: roles of a tensor, what selects its name, and a mode or a codec."""
+    """A checked rule of a `Policy`: the roles and the selector of names that it applies to, and a mode or a codec."""
 
     roles: tuple[str, ...]
     selector: str
@@ -301,13 +300,13 @@ class _Rule:
 
 
 def _parse_rule(selector: Any, choice: Any) -> _Rule:
-    """Check a rule of `Policy` and return what it means; ConfigError: unknown, or the codec does not suit the role."""
+    """Check and parse a rule of `Policy`; ConfigError: a part is unknown, or the codec does not suit the role."""
     where = f"rules[{selector!r}]"
     roles, name = _parse_selector(where, selector)
     parsed = _parse_choice(where, choice)
     for role in roles:
         if isinstance(parsed, Codec) and role not in parsed.roles:
-            suitable = [codec_id for codec_id, each in CODECS.items() if role in each.roles]
+            suitable = [codec_id for codec_id, codec in CODECS.items() if role in codec.roles]
             next_step = "Choose one of these."
             if role == "exp_avg_sq":
                 next_step = "Nothing linear: it rounds small values to zero, and the next update divides by them."
@@ -316,15 +315,15 @@ def _parse_rule(selector: Any, choice: Any) -> _Rule:
 
 
 def _parse_selector(where: str, selector: Any) -> tuple[tuple[str, ...], str]:
-    """Return the roles and the selector of names."""
-    known = (*ROLES, "optimizer")
+    """Split the selector of a rule into roles and a selector of names."""
+    allowed_roles = (*ROLES, "optimizer")
     text = selector if isinstance(selector, str) else ""
     role, slash, name = text.partition("/")
-    near = did_you_mean(role, known, "")
-    if text.startswith(EXPRESSION) or (role and not slash and role not in known and not near):
+    near = did_you_mean(role, allowed_roles, "")
+    if text.startswith(EXPRESSION) or (role and not slash and role not in allowed_roles and not near):
         role, slash, name = "weight", "/", text
-    if role not in known or (slash and not name):
-        allowed = f"{', '.join(known)}, the name of a weight, or a role/name; a name may be re:pattern"
+    if role not in allowed_roles or (slash and not name):
+        allowed = f"{', '.join(allowed_roles)}, the name of a weight, or a role/name; a name may be re:pattern"
         next_step = f"{near} Weights of that name are weight/{role}." if near else "Choose one of these."
         raise ConfigError(where, f"a selector: {allowed}", repr(selector), next_step)
     if name.startswith(EXPRESSION):

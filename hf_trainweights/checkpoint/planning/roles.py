@@ -1,8 +1,8 @@
-"""What the tensors of training state are: weights, buffers, and states of an optimizer, told from names and shapes.
+"""Tells weights, buffers and states of an optimizer apart, by names and shapes of the tensors of training state.
 
-torch.distributed.checkpoint (DCP) flattens nested dicts and joins the keys by dots. An optimizer is what has
-`param_groups` beside `state`, as in `optim.state.layers.0.weight.exp_avg`, whether its own state dict was flat or not.
-Everything else is a model's.
+torch.distributed.checkpoint (DCP) flattens nested dicts and joins the keys by dots. A dict with `param_groups` beside
+`state` is an optimizer's state dict, whether that was flat or not, so `optim.state.layers.0.weight.exp_avg` is a state
+if there is an `optim.param_groups`. All other tensors belong to a model.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from hf_trainweights.checkpoint.encoded.tree import Key
 
-# Tensors of an optimizer's state that a mode treats by name; Adam keeps them for each parameter.
+# The states that Adam keeps for each parameter, by the names that are also their roles.
 MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})
 
 
 def is_optimizer_state(tree: object) -> TypeGuard[dict[str, Any]]:
-    """Return whether a tree has the layout of `optimizer.state_dict()`, so that nobody stumbles over another."""
+    """Return whether a tree has the layout of `optimizer.state_dict()`, so that callers need no further checks."""
     if not isinstance(tree, dict):
         return False
     states, groups = tree.get("state"), tree.get("param_groups")
@@ -31,9 +31,9 @@ def is_optimizer_state(tree: object) -> TypeGuard[dict[str, Any]]:
 
 
 def optimizer_parameter_names(model: nn.Module, optimizer: Any) -> dict[int, str]:
-    """Return the names of an optimizer's parameters by the index under which its state dict knows them.
+    """Return the names of an optimizer's parameters by their index in its state dict.
 
-    Indices run through the groups in their order. Parameters of other modules are left out.
+    Indices run through the groups in their order. Parameters of other modules than `model` are left out.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = getattr(optimizer, "param_groups", [])
@@ -42,17 +42,19 @@ def optimizer_parameter_names(model: nn.Module, optimizer: Any) -> dict[int, str
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is a number, or a tensor of one."""
+    """Return whether a value is a number, or a tensor with one element."""
     return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
 def recorded_names(optimizer: Mapping[str, Any]) -> dict[Key, str]:
-    """Return the names that an optimizer made from `model.named_parameters()` records, by their parameter's index."""
+    """Return the names of parameters by index that a state dict records, if `model.named_parameters()` made its groups.
+
+    A state dict that was gathered from several ranks has the names themselves instead of indices.
+    """
     names: dict[Key, str] = {}
     for group in optimizer["param_groups"]:
-        # A state that was gathered from several ranks has the names in the place of the indices.
-        named = [each for each in group["params"] if isinstance(each, str)]
-        names.update(zip(group["params"], group.get("param_names", named), strict=False))
+        gathered = [param for param in group["params"] if isinstance(param, str)]
+        names.update(zip(group["params"], group.get("param_names", gathered), strict=False))
     return names
 
 
@@ -60,9 +62,9 @@ def _is_group(group: object) -> bool:
     if not isinstance(group, Mapping):
         return False
     params, names = group.get("params"), group.get("param_names", [])
-    if not isinstance(params, list) or not all(isinstance(each, int | str) for each in params):
+    if not isinstance(params, list) or not all(isinstance(param, int | str) for param in params):
         return False
-    if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return False
     if "betas" not in group:
         return True
@@ -75,40 +77,41 @@ def _is_group(group: object) -> bool:
 def find_buffers(weights: Mapping[str, Any], optimizer: Mapping[str, Any]) -> set[str]:
     """Return the names of all tensors of a flat state dict that an optimizer's state does not show to be trained.
 
-    By the names that an optimizer made from `model.named_parameters()` records. Else by shape: as many states as
-    tensors of a shape are there if none of these is a buffer. Without states of the parameters' shapes (plain SGD,
-    Adafactor, no optimizer) only tensors of two and more dimensions count as trained. A frozen weight is taken for a
-    buffer, which costs nothing: an exact difference of what does not change is next to nothing.
+    If the optimizer records names (see `recorded_names`), these are trained. Else shapes decide: the tensors of a shape
+    are trained if the optimizer has states for at least as many parameters of that shape. If it has no states of the
+    parameters' shapes (plain SGD, Adafactor, no optimizer), tensors of two and more dimensions count as trained. A
+    frozen weight counts as a buffer, which costs next to no space, because it is stored as an exact difference of zero.
     """
     tensors = {name: tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)}
-    # Tied weights have one state.
-    places = {name: (tensor.data_ptr() or id(tensor), tensor.shape) for name, tensor in tensors.items()}
+    # Tied weights have one memory and one state.
+    memory = {name: (tensor.data_ptr() or id(tensor), tensor.shape) for name, tensor in tensors.items()}
     trained = set(recorded_names(optimizer).values()) if optimizer else set()
     if trained and trained <= tensors.keys():
-        trained_places = {places[name] for name in trained}
-        return {name for name, place in places.items() if place not in trained_places}
-    shapes = _state_shapes(optimizer)
-    if shapes is None:
+        trained_memory = {memory[name] for name in trained}
+        return {name for name, address in memory.items() if address not in trained_memory}
+    state_counts = _state_shapes(optimizer)
+    if state_counts is None:
         return {name for name, tensor in tensors.items() if tensor.dim() < 2}
-    found = Counter(shape for _, shape in set(places.values()))
-    return {name for name, tensor in tensors.items() if found[tensor.shape] > shapes[tensor.shape]}
+    tensor_counts = Counter(shape for _, shape in set(memory.values()))
+    return {name for name, tensor in tensors.items() if tensor_counts[tensor.shape] > state_counts[tensor.shape]}
 
 
 def _state_shapes(optimizer: Mapping[str, Any]) -> Counter[torch.Size] | None:
-    """Count the parameters by shape; None if a state does not show its parameter's."""
-    shapes: Counter[torch.Size] = Counter()
+    """Count the parameters by the shape of their states; None if there are none, or those of one parameter differ."""
+    counts: Counter[torch.Size] = Counter()
     for state in optimizer.get("state", {}).values():
-        of_parameter = {value.shape for value in state.values() if isinstance(value, Tensor) and value.dim()}
-        if len(of_parameter) > 1:
+        shapes = {value.shape for value in state.values() if isinstance(value, Tensor) and value.dim()}
+        if len(shapes) > 1:
             return None
-        shapes.update(of_parameter)
-    return shapes or None
+        counts.update(shapes)
+    return counts or None
 
 
 class StateName(NamedTuple):
-    """The name of a value in an optimizer's state dict, which stands at `optimizer`, "" for the top.
+    """The name of a value in an optimizer's state dict.
 
-    `parameter` may be a group's name; `key` is `exp_avg`, `exp_avg_sq`, `step`, `lr`, ...
+    `optimizer` is the name of the state dict, "" at the top. `parameter` is the name of a parameter or of a group.
+    `key` is `exp_avg`, `exp_avg_sq`, `step`, `lr`, ...
     """
 
     optimizer: str
@@ -117,31 +120,32 @@ class StateName(NamedTuple):
 
 
 def optimizer_states(names: Iterable[str]) -> dict[str, StateName]:
-    """Find the states and groups of optimizers by their names in a flattened state dict, objects included.
+    """Find states and settings of optimizers among the names in a flattened state dict, of tensors and other objects.
 
-    Names that end like Adam's moments are of states even without groups.
+    A name that ends like one of Adam's moments is a state even if there are no groups.
     """
-    parts = {name: name.split(".") for name in names}
+    split_names = {name: name.split(".") for name in names}
     optimizers = {
-        ".".join(each[:depth]) for each in parts.values() for depth, part in enumerate(each) if part == "param_groups"
+        ".".join(keys[:i]) for keys in split_names.values() for i, key in enumerate(keys) if key == "param_groups"
     }
-    found = {}
-    for name, each in parts.items():
-        for depth, part in enumerate(each[:-1]):
-            prefix, key = ".".join(each[:depth]), each[-1]
-            if part == "param_groups" or (part == "state" and (prefix in optimizers or key in MOMENTS)):
-                found[name] = StateName(prefix, ".".join(each[depth + 1 : -1]), key)
+    states = {}
+    for name, (*parents, last) in split_names.items():
+        for depth, key in enumerate(parents):
+            prefix = ".".join(parents[:depth])
+            if key == "param_groups" or (key == "state" and (prefix in optimizers or last in MOMENTS)):
+                states[name] = StateName(prefix, ".".join(parents[depth + 1 :]), last)
                 break
-    return found
+    return states
 
 
 def models(names: Iterable[str], paths: Mapping[str, Sequence[str | int]]) -> dict[str, dict[str, str]]:
-    """Sort the flattened names of weights and buffers by where their model's state dict stands, then own names.
+    """Group the flattened names of weights and buffers by model.
 
-    `paths` are the keys from which DCP's planner joined each name; one without an entry stands at the top, "".
+    Returns for the name of each model's state dict ("" at the top) the flattened names by the names in that dict.
+    `paths` are the keys from which DCP's planner joined each name. A name without an entry is at the top.
     """
-    found: dict[str, dict[str, str]] = defaultdict(dict)
+    by_model: dict[str, dict[str, str]] = defaultdict(dict)
     for name in names:
         *prefix, last = paths.get(name, (name,))
-        found[".".join(map(str, prefix))][str(last)] = name
-    return dict(found)
+        by_model[".".join(map(str, prefix))][str(last)] = name
+    return dict(by_model)

@@ -16,10 +16,10 @@ def test_an_anchor_is_that_which_was_asked_for_while_another_thread_asks_for_ano
     path = tmp_path / "file"
     path.touch()
     wanted, other = (SimpleNamespace(sha256=name, files=[path]) for name in ("wanted", "other"))
-    monkeypatch.setattr(decoder, "_kept", (wanted, [path.stat()]))
+    monkeypatch.setattr(decoder, "_last_anchor", (wanted, [path.stat()]))
 
     def meanwhile(*_: object) -> bool:
-        decoder._kept = (other, [path.stat()])
+        decoder._last_anchor = (other, [path.stat()])
         return True
 
     monkeypatch.setattr(decoder, "_is_unchanged", meanwhile)

@@ -1,1 +1,1 @@
-"""What several codecs consist of: tiles, levels, symbols, entropy coding and memory."""
+"""Building blocks that several codecs share: tiles, levels, symbols, entropy coding and memory."""

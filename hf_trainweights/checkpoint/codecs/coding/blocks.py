@@ -1,7 +1,7 @@
-"""A tensor cut into chunks or tiles, memory to work on them, and bytes as blocks through zstd's Huffman coder.
+"""Cuts tensors into chunks or tiles, reuses memory to work on them, and codes bytes in blocks by zstd's Huffman coder.
 
-The reader knows the length of each *block* of bytes beforehand, from the tensor's shape and blocks that it has read, so
-no frame can make it allocate more. A payload is
+A *block* is a sequence of bytes that are coded together. The reader knows the length of each block beforehand, from the
+tensor's shape and the blocks that it has read already, so no zstd frame can make it allocate more. A payload is
 
 | part | content |
 |---|---|
@@ -10,12 +10,12 @@ no frame can make it allocate more. A payload is
 
 `hf_trainweights.files.byte_planes` codes each block.
 
-A `ChunkedCodec` encodes a tensor chunk by chunk, so that a large one takes little memory, and several threads. Its
-first payload has the blocks of the chunks one after the other, and where chunks have flags a last block of these, a
-byte for each.
+A `ChunkedCodec` encodes a tensor chunk by chunk, so that a large tensor takes little memory and several threads can
+work on it. Its first payload has the blocks of the chunks one after the other. If chunks have flags, a last block
+holds them, one byte per chunk.
 
-A tile is a part of the matrix that a tensor is viewed as. The first write to a fresh page takes longer than most of the
-arithmetic on it, so memory is reused for one tile after the other, or asked for in huge pages.
+A *tile* is a rectangle of the matrix that a tensor is viewed as. The first write to a fresh page takes longer than most
+of the arithmetic on it, so each tile reuses the memory of the tile before, and large memory is asked for in huge pages.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ Tile = tuple[slice, slice]
 """Rows and columns of a matrix that are contiguous in memory."""
 
 Rows = slice | np.ndarray
-"""Rows of a matrix, in whole or a part of one; or the numbers of whole ones, int64 [r]."""
+"""Neighbouring rows of a matrix, with all or some columns; or the numbers of rows with all columns, int64 [r]."""
 
 Placed = tuple[np.ndarray, np.ndarray | None]
-"""Rows of float32, [r, c] and None; or the matrix [R, c] that they are in, and their numbers, int64 [r]."""
+"""Rows of float32: either an array [r, c] and None, or a matrix [R, c] and the numbers of rows in it, int64 [r]."""
 
 TILE = 1 << 18
-"""Most elements of a tile for arithmetic; files do not depend on it."""
+"""Most elements of a tile for arithmetic. Files do not depend on it."""
 
 
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:
@@ -59,7 +59,7 @@ def matrix_shape(shape: torch.Size) -> tuple[int, int]:
 
 
 def tiles(R: int, C: int, size: int = TILE) -> Iterator[Tile]:
-    """Yield tiles of at most `size` elements that make up a matrix, in row-major order."""
+    """Cut a matrix into tiles of at most `size` elements, and yield them in row-major order."""
     height = max(size // C, 1)
     for row in range(0, R, height):
         for column in range(0, C, size):
@@ -67,12 +67,12 @@ def tiles(R: int, C: int, size: int = TILE) -> Iterator[Tile]:
 
 
 def tile_count(R: int, C: int, size: int) -> int:
-    """Return how many tiles `tiles` yields."""
+    """Return the number of tiles that `tiles` yields."""
     return -(-R // max(size // C, 1)) * -(-C // size)
 
 
 def rows_of(matrix: Tensor, rows: Rows, columns: slice, use: str) -> Placed:
-    """Return elements of a matrix as float32: where they are, or in scratch if they have another dtype."""
+    """Return elements of a matrix as float32: a view, or a copy in scratch if they have another dtype."""
     if isinstance(rows, slice):
         return to_float32(matrix[rows, columns], use), None
     if matrix.dtype == torch.float32:
@@ -81,7 +81,7 @@ def rows_of(matrix: Tensor, rows: Rows, columns: slice, use: str) -> Placed:
 
 
 def to_float32(elements: Tensor, use: str) -> np.ndarray:
-    """Return the elements of a tile as float32 [r, c]: a view, or scratch if they have another dtype."""
+    """Return the elements of a tile as float32 [r, c]: a view, or a copy in scratch if they have another dtype."""
     if elements.dtype == torch.float32:
         return elements.numpy()
     values = scratch(use, elements.shape)
@@ -90,26 +90,26 @@ def to_float32(elements: Tensor, use: str) -> np.ndarray:
 
 
 def rounded_to(dtype: torch.dtype, values: np.ndarray) -> np.ndarray:
-    """Return float32 values rounded to what `dtype` can hold."""
+    """Round float32 values to numbers of `dtype`, and return these as float32."""
     return torch.from_numpy(values).to(dtype).to(torch.float32).numpy()
 
 
 def dense(placed: Placed) -> np.ndarray:
-    """Return rows of float32 [r, c] one after the other."""
-    numbers, rows = placed
-    return numbers if rows is None else numbers[rows]
+    """Return rows as one float32 array [r, c]."""
+    values, rows = placed
+    return values if rows is None else values[rows]
 
 
 def fill(placed: Placed, values: np.ndarray) -> None:
-    """Write rows of float32 [r, c] to their place."""
-    numbers, rows = placed
-    numbers[slice(None) if rows is None else rows] = values
+    """Write values, float32 [r, c], to the rows that `placed` names."""
+    matrix, rows = placed
+    matrix[slice(None) if rows is None else rows] = values
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return an uninitialised contiguous CPU tensor to decode into.
 
-    It is allocated by numpy, which asks Linux for huge pages: the first touch of a large tensor of small pages can
+    numpy allocates it, because numpy asks Linux for huge pages. With small pages, the first touch of a large tensor can
     take as long as decoding it.
     """
     buffer = np.empty(math.prod(shape) * dtype.itemsize, np.uint8)
@@ -124,7 +124,7 @@ _scratch = threading.local()
 def scratch(use: str, shape: Sequence[int], dtype: DTypeLike = np.float32) -> np.ndarray:
     """Return uninitialised, contiguous memory, valid until the next call for the same use in this thread.
 
-    Each use has a buffer of its own, which grows to the largest shape and stays.
+    Each use, a name, has a buffer of its own, which grows to the largest shape and stays allocated.
     """
     size_bytes = math.prod(shape) * np.dtype(dtype).itemsize
     buffers: dict[str, np.ndarray] = vars(_scratch)
@@ -144,7 +144,7 @@ def chunk_ranges(count: int, size: int = CHUNK) -> Iterator[slice]:
 
 
 class ByteBuffer:
-    """Bytes that others are appended to; memory is set aside for those that are expected, and not touched before."""
+    """Bytes that grow by appending. Memory for the expected bytes is reserved at once, but not touched before use."""
 
     def __init__(self, expected_bytes: int = 0):
         self._memory = np.empty(expected_bytes, np.uint8)
@@ -163,14 +163,14 @@ class ByteBuffer:
         self._memory[start : self._length] = data
 
     def finish(self) -> np.ndarray:
-        """Return all that was appended, uint8, and give the rest of the memory back; nothing can be appended after."""
+        """Return all appended bytes, uint8, and free the rest of the memory. It is the last call."""
         if self._length < len(self._memory):
             self._memory.resize(self._length, refcheck=False)
         return self._memory[:]
 
 
 class BlockWriter:
-    """Collects blocks into one payload, which is expected to become about so long."""
+    """Collects blocks into one payload of about `expected_bytes`."""
 
     def __init__(self, expected_bytes: int = 0) -> None:
         self._data = ByteBuffer(expected_bytes)
@@ -178,11 +178,11 @@ class BlockWriter:
 
     @property
     def size_bytes(self) -> int:
-        """How long all blocks are."""
+        """Stored size of all blocks."""
         return len(self._data)
 
     def write(self, block: np.ndarray) -> None:
-        """Append a 1-D contiguous uint8 array."""
+        """Append a block, a 1-D contiguous uint8 array."""
         stored = encode_block(block)
         self._data.append(stored)
         self._sizes.append(len(stored))
@@ -192,16 +192,13 @@ class BlockWriter:
         return torch.from_numpy(self._data.finish()), self._sizes
 
     def payload(self, earlier_sizes: Sequence[int] = ()) -> Tensor:
-        """Return all blocks and the table of their sizes, those of earlier blocks first, 1-D uint8."""
+        """Return all blocks and the table of sizes, 1-D uint8. Sizes of blocks that were written earlier come first."""
         self._data.append(np.array([*earlier_sizes, *self._sizes], "<u4").view(np.uint8))
         return self.blocks()[0]
 
 
 class BlockReader:
-    """Reads the `count` blocks of one payload in any order.
-
-    CorruptFileError: the payload, 1-D uint8, does not hold so many.
-    """
+    """Reads the blocks of one payload, 1-D uint8, in any order; CorruptFileError: it does not hold `count` blocks."""
 
     def __init__(self, codec: type[Codec], payload: Tensor, count: int):
         table_bytes = 4 * count
@@ -217,7 +214,7 @@ class BlockReader:
             raise codec.corrupt("payload", f"{self._edges[-1]} bytes of blocks", f"{data_bytes} bytes")
 
     def read(self, index: int, size: int) -> np.ndarray:
-        """Return block `index`, uint8 [size], not to be written to; CorruptFileError: damaged, or of another size."""
+        """Return block `index`, uint8 [size], read-only; CorruptFileError: it is damaged, or of another size."""
         start = self._edges[index]
         stored = self._data[start : self._edges[index + 1]]
         where = f"block {index} at byte {start}"
@@ -225,7 +222,7 @@ class BlockReader:
 
 
 def int16_to_bytes(numbers: np.ndarray) -> np.ndarray:
-    """Return the low bytes of int16 numbers, then the high ones, uint8."""
+    """Return the low bytes of all int16 numbers, then their high bytes, uint8."""
     return np.concatenate([numbers.astype(np.uint8), (numbers >> 8).astype(np.uint8)])
 
 
@@ -237,32 +234,33 @@ def bytes_to_int16(planes: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Chunks:
-    """A tensor of `size_bytes` that is about to be encoded.
+    """A tensor of `size_bytes`, cut into chunks that are about to be encoded.
 
-    `write` takes one of the `parts`, writes the blocks of this chunk and returns its flag, which is stored if
-    `has_flags`. `others` are the other payloads.
+    `ranges` says where each chunk lies: a slice of the flat tensor or a tile. `write` encodes the chunk of a range,
+    writes its blocks and returns its flag, which is stored if `has_flags`. `others` are the payloads after the first.
     """
 
     size_bytes: int
-    parts: Sequence[Any]
+    ranges: Sequence[Any]
     write: Callable[[BlockWriter, Any], bool]
     has_flags: bool = False
     others: tuple[Tensor, ...] = ()
 
-    def encode(self, parts: Sequence[Any], most_bytes: float = math.inf) -> tuple[BlockWriter, list[bool]]:
-        """Return the blocks of some chunks, and their flags; of fewer chunks if these take more bytes than that."""
-        writer = BlockWriter(self.size_bytes * len(parts) // max(len(self.parts), 1))
+    def encode(self, ranges: Sequence[Any], most_bytes: float = math.inf) -> tuple[BlockWriter, list[bool]]:
+        """Encode some chunks; return their blocks and flags. It stops after the chunk that exceeds `most_bytes`."""
+        writer = BlockWriter(self.size_bytes * len(ranges) // max(len(self.ranges), 1))
         flags: list[bool] = []
-        for part in parts:
+        for chunk in ranges:
             if writer.size_bytes > most_bytes:
                 break
-            flags.append(self.write(writer, part))
+            flags.append(self.write(writer, chunk))
         return writer, flags
 
     def finish(self, writer: BlockWriter, flags: Sequence[bool], earlier_sizes: Sequence[int] = ()) -> EncodedTensor:
-        """Return the tensor, or what comes after its earlier blocks if these have so many bytes; it takes all others.
+        """Return the encoded tensor, given the flags of all chunks.
 
-        `flags` are those of all chunks.
+        `writer` has the blocks of all chunks, or only the last ones. Then `earlier_sizes` are the stored sizes of the
+        blocks before, which the caller has written already, and the first payload is the rest that follows them.
         """
         if self.has_flags:
             writer.write(np.array(flags, np.uint8))
@@ -273,12 +271,12 @@ class ChunkedCodec(Codec):
     """A codec whose chunks do not depend on each other."""
 
     def chunks(self, tensor: Tensor, references: References | None = None) -> Chunks:
-        """Do as `encode` does up to the point where chunks are encoded."""
+        """Check the arguments as `encode` does, and cut the tensor into chunks without encoding them."""
         return self._chunks(*self._checked(tensor, references))
 
     def _encode(self, tensor: Tensor, references: References) -> EncodedTensor:
         chunks = self._chunks(tensor, references)
-        return chunks.finish(*chunks.encode(chunks.parts))
+        return chunks.finish(*chunks.encode(chunks.ranges))
 
     @abstractmethod
     def _chunks(self, tensor: Tensor, references: References) -> Chunks:

@@ -1,8 +1,8 @@
-"""The loops of the lossy codecs and of their symbols as the C functions of `native/`.
+"""Loads the C functions of `native/`: the loops of the lossy codecs and of their symbols.
 
-Where they are not compiled, each codec does the same in numpy, to the last bit: each operation is rounded once, in the
-same order. One call does all passes over a tile and does not come back to Python's lock, which training needs. All
-arrays are contiguous; tiles are float32 [r, c], whatever the dtype of the tensor.
+If they are not compiled, each codec does the same in numpy and gets the same bits, because both round each operation
+once, in the same order. One C call does all passes over a tile without taking Python's lock, which training needs. All
+arrays are contiguous. Tiles are float32 [r, c], whatever the dtype of the tensor.
 """
 
 from __future__ import annotations
@@ -35,5 +35,5 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the functions; None where they are not compiled."""
+    """Return the C functions, or None if they are not compiled."""
     return load_library(_LIBRARY, _FUNCTIONS, _ABI)

@@ -1,9 +1,12 @@
-"""Shared by the codecs of Adam's exp_avg_sq: the means of log2 over rows and columns.
+"""Predicts Adam's exp_avg_sq from its rows and columns, by means of its logarithm; `moments` and `exact` use this.
 
-The tensor is viewed as a matrix [R, C] (see `levels`). Means are whole multiples of 1/128, over a sample of the
-elements that are positive; the means of rows are taken first, those of columns from the residuals. The payload is one
-block (see `blocks`), int16: the R of rows if C >= 16, then the C of columns if R >= 16, in units of 1/128; all low
-bytes, then all high. Means that are not stored are zero.
+The tensor is viewed as a matrix [R, C] (see `levels`). The mean of a row is that of log2 of its elements. The mean of
+a column is that of the residuals: log2 of its elements minus the means of their rows. Both are taken over a sample of
+the positive elements, in units of log2 (1 is a factor of two), and rounded to multiples of 1/128. The sum of both means
+predicts log2 of an element. So R + C numbers predict R * C elements, and the predictions are a matrix of rank 1.
+
+The payload is one block (see `blocks`) of int16 numbers in units of 1/128: the R means of rows if C >= 16, then the C
+means of columns if R >= 16; all low bytes, then all high bytes. Means that are not stored are zero.
 """
 
 from __future__ import annotations
@@ -24,19 +27,22 @@ from hf_trainweights.checkpoint.codecs.coding.blocks import (
 MEAN_UNITS = 128
 """Means are whole multiples of 1 / MEAN_UNITS."""
 
-# The mean of fewer elements costs more than it saves.
+# Rows and columns of fewer elements have no mean: it costs more than it saves.
 _FEWEST_PER_MEAN = 16
 # The mean of a column is taken over at most this many rows that are not zero, that of a row over this many columns.
 _ROWS_PER_COLUMN_MEAN = 128
 _COLUMNS_PER_ROW_MEAN = 64
-# Elements that are worked on at once.
+# Most elements whose logarithms are in memory at once.
 _SUMMED_TILE = 1 << 17
-# Rough logarithms are whole multiples of 2**-9: sums of as many as above are exact in float32, in any order.
+# Rough logarithms are multiples of 2**-9, so float32 sums of 128 of them are exact in any order.
 _LOG_BITS = 9
 
 
 def log_means(original: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the means of a matrix's rows and columns in units of 1/128, int32 [R] and [C], within float32's range."""
+    """Return the means of log2 of a matrix's rows, int32 [R], and columns, int32 [C], in units of 1/128.
+
+    They are clipped so that 2 to the power of each mean is a normal float32.
+    """
     R, C = original.shape
     row_means, column_means = torch.zeros(R, dtype=torch.int32), torch.zeros(C, dtype=torch.int32)
     sample = original[:, :: -(-C // _COLUMNS_PER_ROW_MEAN)]
@@ -46,18 +52,19 @@ def log_means(original: Tensor) -> tuple[Tensor, Tensor]:
         if C >= _FEWEST_PER_MEAN:
             row_means[rows] = _fixed_point(logs.sum(1), counts[rows])
     if R >= _FEWEST_PER_MEAN:
-        live = counts.nonzero().view(-1)
-        live = live[:: -(-len(live) // _ROWS_PER_COLUMN_MEAN) or 1]
-        width = max(_SUMMED_TILE // max(len(live), 1), 1)
+        sampled = counts.nonzero().view(-1)  # rows that are not zero
+        sampled = sampled[:: -(-len(sampled) // _ROWS_PER_COLUMN_MEAN) or 1]
+        width = max(_SUMMED_TILE // max(len(sampled), 1), 1)
         for column in range(0, C, width):
             columns = slice(column, column + width)
-            residuals, present = _rough_logs(original[:, columns].index_select(0, live), 0, row_means[live, None])
-            column_means[columns] = _fixed_point(residuals.sum(0), present)
+            elements = original[:, columns].index_select(0, sampled)
+            residuals, positive_counts = _rough_logs(elements, 0, row_means[sampled, None])
+            column_means[columns] = _fixed_point(residuals.sum(0), positive_counts)
     return row_means, column_means
 
 
 def encode_means(row_means: Tensor, column_means: Tensor) -> Tensor:
-    """Return the payload of the means, as `log_means` returns them."""
+    """Return the payload of the means that `log_means` returned."""
     R, C = len(row_means), len(column_means)
     stored = torch.cat([row_means[: _stored(R, C)], column_means[: _stored(C, R)]])
     writer = BlockWriter()
@@ -66,7 +73,7 @@ def encode_means(row_means: Tensor, column_means: Tensor) -> Tensor:
 
 
 def decode_means(codec: type[Codec], payload: Tensor, R: int, C: int) -> tuple[Tensor, Tensor]:
-    """Return int32 [R] and [C], zeros where they are not stored; CorruptFileError: they do not fit the shape."""
+    """Undo `encode_means`; means that are not stored are zero. CorruptFileError: the payload does not fit the shape."""
     rows, columns = _stored(R, C), _stored(C, R)
     planes = BlockReader(codec, payload, 1).read(0, 2 * (rows + columns))
     means = torch.from_numpy(bytes_to_int16(planes)).to(torch.int32)
@@ -77,17 +84,17 @@ def decode_means(codec: type[Codec], payload: Tensor, R: int, C: int) -> tuple[T
 
 
 def _rough_logs(values: Tensor, dim: int, means: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return log2 to within .09, float32 read from the bits, less the means, 0 where the value is not positive.
+    """Return log2 of the values minus `means`, and along `dim` the number of positive values, both float32.
 
-    The second tensor is, along `dim`, how many values are positive.
+    The logarithm is read from a float's bits, correct to within .09. It is 0 for values that are not positive.
     """
     x = np.ascontiguousarray(values.to(torch.float32).numpy())
     bits = x.view(np.int32) >> (23 - _LOG_BITS)
     logs = torch.from_numpy(np.multiply(bits, np.float32(2**-_LOG_BITS), dtype=np.float32, casting="unsafe")).sub_(127)
     if means is not None:
         logs.sub_(means.to(torch.float32) / MEAN_UNITS)
-    present = torch.from_numpy((x > 0).astype(np.float32))
-    return logs.mul_(present), present.sum(dim)
+    is_positive = torch.from_numpy((x > 0).astype(np.float32))
+    return logs.mul_(is_positive), is_positive.sum(dim)
 
 
 def _fixed_point(sums: Tensor, counts: Tensor) -> Tensor:
@@ -95,5 +102,5 @@ def _fixed_point(sums: Tensor, counts: Tensor) -> Tensor:
 
 
 def _stored(means: int, elements_per_mean: int) -> int:
-    """Return how many of these means are stored: all or none."""
+    """Return the number of stored means of rows or of columns: all of them, or 0."""
     return means if elements_per_mean >= _FEWEST_PER_MEAN else 0
