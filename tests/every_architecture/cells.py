@@ -84,7 +84,12 @@ class Subject:
         return copy.deepcopy(self.model)
 
     def load(self, directory: Path, **options: Any) -> PreTrainedModel:
-        """Return the model in a directory, loaded by its own class."""
+        """Return the model in a directory, loaded by its own class.
+
+        A class that several model types share would read the configuration of another type as its own.
+        """
+        if not isinstance(self.model.config, type(self.model).config_class or object):
+            options["config"] = type(self.model.config).from_pretrained(directory)
         return type(self.model).from_pretrained(directory, **options).eval()
 
     def loaded(self, config: dict[str, Any]) -> PreTrainedModel:
