@@ -45,7 +45,7 @@ _BFLOAT16_ROWS = 48
 
 ALL = sys.maxsize
 
-# The most rows for compiled products.
+# The most rows of x for compiled products of these kinds.
 # Integer codes with x of a 16-bit dtype that the CPU multiplies fast, without panels (native/tiles/panel.h). The scales
 # of codebook4 take longer to compute.
 _SHORT_ROWS = 256

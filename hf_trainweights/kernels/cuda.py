@@ -101,7 +101,7 @@ def _compiles(index: int | None) -> bool:
 
 
 def linear(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, form: Int8 | Int4) -> Tensor | None:
-    """Return `F.linear(x, weight, bias)` of x `[*, K]` and a weight that `serves`; None if its check failed."""
+    """Return `F.linear(x, weight, bias)` of x `[*, K]` and a weight that `serves`; None if its kernel fails."""
     if x.numel() == 0 or len(scale) == 0:
         return None
     multiply_prepared = prepare(qdata, scale, form, x.shape[-1], x.dtype)

@@ -123,7 +123,7 @@ def unpack_pair(words, scales, J: tl.constexpr, BITS: tl.constexpr, GROUP: tl.co
     """Return two codes of each word times their scales, as two 16-bit floats in an int32.
 
     They are code J of the low half of the word and code J of its high half; `scales` holds pairs of 16-bit floats.
-    A code is put into the lowest bits of a float whose last bit is worth 1, and an addition subtracts the float's rest.
+    A code is put into the lowest bits of a constant float whose last bit is worth 1, which is subtracted afterwards.
     """
     words = words >> (BITS * J)
     if BITS == 4 and dtype == tl.bfloat16:  # 128 + nibble, less 136

@@ -4,8 +4,7 @@
 // - a panel is a copy of some tokens as they are multiplied, which is held while all rows of the weight are read;
 // - digits are the bytes of an integer that stands for an activation, the highest first (bytes/digits.h);
 // - the token scale is the factor of a token's sums of products: an activation is its integer times it.
-// bytes/ multiplies codes with digits, words/ with numbers of 16 bits. tiles/ multiplies many tokens with AVX-512 or
-// AMX.
+// bytes/ multiplies codes with digits, words/ with numbers of 16 bits, and tiles/ many tokens with AVX-512 or AMX.
 #pragma once
 #include <stdint.h>
 

@@ -1,5 +1,4 @@
-// The scales of integer codes, and the values of codebook4: formats/codebook4.py and formats/group_scales.py specify
-// both.
+// The scales of integer codes, and the values of codebook4, as in formats/codebook4.py and formats/group_scales.py.
 #pragma once
 #include "vectors.h"
 
@@ -13,8 +12,7 @@ static const uint8_t CODEBOOK[16] = {1, 28, 50, 67, 81, 94, 106, 117, 128, 139, 
 static const float EIGHTHS[8] = {128, 140, 152, 166, 181, 197, 215, 235};
 
 // Write the factors of eight groups, each times `number`. `word` holds a code of 6 bits and a sign for each factor, the
-// first in the lowest bits. A step of a code is an eighth of an octave, rounded to 8 bits; code 63 is 1, and code 0 is
-// 0.
+// first in the lowest bits. A step of a code is an eighth of an octave, rounded to 8 bits. Code 63 is 1, code 0 is 0.
 #ifdef __AVX2__
 static inline void write_eight(uint64_t word, float number, float to[8]) {
     const __m256i all = _mm256_set1_epi64x((int64_t)word);

@@ -3,9 +3,8 @@
 #include "../bytes/digits.h"
 #include "panel.h"
 
-// The number that the integer 1 becomes if a row has one scale, which its sums are multiplied by at the end. It is a
-// power of two, so that codes stay exact, and so small that sums of 65,536 products with codes of 127 are no larger
-// than x.
+// The integer 1 becomes this number if a row has one scale, which its sums are multiplied by at the end. It is a power
+// of two, so that codes stay exact, and so small that sums of 65,536 products with codes of 127 are no larger than x.
 #define CODE_UNIT 0x1p-23f
 
 static const uint16_t EVEN[32] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
@@ -71,9 +70,8 @@ static void write_row(const uint8_t *row, int64_t columns, const float *scale, i
     }
 }
 
-// Write codes of 4 bits times their scales. In a group there are only 16 different products, so each code takes its
-// product from a table of them. A vector has room for two tables, which groups of 32 need for the 64 columns of two
-// steps.
+// Write codes of 4 bits times their scales. A group has only 16 different products, so each code takes its product from
+// a table. A vector has room for two tables, which groups of 32 columns need for the 64 columns of two steps.
 static void write_row_of_nibbles(const uint8_t *row, int64_t columns, Floats codes, const float *scale, int64_t group,
                                  int8_t *to) {
     const __m512i nibble = _mm512_set1_epi16(15);
