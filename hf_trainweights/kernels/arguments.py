@@ -1,7 +1,8 @@
-"""What `F.linear` is given, checked before a function reads it by its address.
+"""Checks of the arguments of `F.linear`, made before a compiled function reads them by their addresses.
 
-Such a function returns garbage or crashes the process where a tensor is not what it expects. TRAINWEIGHTS_DEBUG=1, set
-before the import, has each product checked whole; without it only what a caller may choose is.
+Such a function returns garbage or crashes the process if a tensor has another shape, dtype or layout than it expects.
+Callers choose x and the bias, so these are always checked. TRAINWEIGHTS_DEBUG=1, set before the import, makes each
+product check all its tensors.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from hf_trainweights.formats.base import Format
 
 DEBUG = os.environ.get("TRAINWEIGHTS_DEBUG") == "1"
 
-# From x `[*, K]` and a bias `[N]` or None to the product `[*, N]`; None for what it does not take.
+# From x `[*, K]` and a bias `[N]` or None to the product `[*, N]`, or to None if it does not take these arguments.
 MultiplyFew = Callable[[Tensor, Tensor | None], Tensor | None]
 
 
 def only_fitting(
     multiply: MultiplyFew, held: Mapping[str, Tensor], form: Format, dtype: torch.dtype, most_rows: int
 ) -> MultiplyFew:
-    """Return a function that takes any x and bias, and gives None unless they lie in memory as a product reads them."""
+    """Return a function that calls `multiply` if it can read x and bias by their addresses, and else returns None."""
     (N, K), device = form.shape_of(held["qdata"]), held["qdata"].device
     most_elements = min(sys.maxsize, most_rows * K)
 
@@ -52,14 +53,14 @@ def only_fitting(
 
 
 def check_allocated(*tensors: Tensor | None) -> None:
-    """Raise `storage_freed` where a tensor has elements and no memory; many ops of PyTorch would end the process."""
+    """Raise `storage_freed` if a tensor has elements but no memory; many ops of PyTorch would end the process."""
     for tensor in tensors:
         if tensor is not None and tensor.numel() and not tensor.data_ptr():
             raise storage_freed()
 
 
 def storage_freed() -> UnsupportedError:
-    """Return the error for a tensor whose storage was freed, as `fully_shard` does with parameters between products."""
+    """Return the error for a tensor whose storage was freed. `fully_shard` frees parameters between products."""
     return UnsupportedError(
         "F.linear",
         "an input, a weight and a bias that are in memory",
@@ -71,7 +72,7 @@ def storage_freed() -> UnsupportedError:
 def check_product(
     op: str, x: Tensor, tensors: Mapping[str, Tensor], form: Format, bias: Tensor | None, any_strides: bool = False
 ) -> None:
-    """Check that a product reads its tensors as they are, x and the bias by their strides if `any_strides`."""
+    """Check that a product can read its tensors; x and the bias need not be contiguous if `any_strides`."""
     shape = form.shape_of(tensors["qdata"])
     specs = form.tensor_specs(shape, tensors["scale"].dtype)
     faults = {name: _fault(tensors[name], size, (dtype,), False, x.device) for name, (size, dtype) in specs.items()}
@@ -86,7 +87,7 @@ def check_product(
 def _fault(
     tensor: Tensor, size: tuple[int, ...], dtypes: tuple[torch.dtype, ...], any_strides: bool, device: torch.device
 ) -> tuple[str, str] | None:
-    """Return what was expected and found instead, None if a product can read the tensor."""
+    """Return the expected and the actual property of a tensor that a product cannot read; None if it can."""
     if tensor.shape != size:
         return f"shape {size}", f"{tuple(tensor.shape)}"
     if tensor.dtype not in dtypes:

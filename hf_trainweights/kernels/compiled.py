@@ -1,9 +1,9 @@
 """Products on a CPU by the C functions of `native/`, which the installation compiled if it could.
 
-They serve float32, bfloat16 and float16 activations with the codes of weights as they are stored. There is one library
-for CPUs with AMX, one for AVX512_VNNI with AVX512_BF16 and one without, one for AVX-VNNI, one for AVX2, and one for ARM
-CPUs whose NEON multiplies bytes. The package needs none: without a C compiler at installation, or on another CPU,
-`find` returns None and every product takes another way.
+They multiply float32, bfloat16 and float16 activations with the codes of weights as they are stored. There is one
+library for CPUs with AMX, one for AVX512_VNNI with AVX512_BF16 and one without, one for AVX-VNNI, one for AVX2, and one
+for ARM CPUs whose NEON multiplies bytes. The package works without them: if there was no C compiler at installation, or
+no library fits the CPU, `find` returns None and PyTorch's ops compute every product.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hf_trainweights.native_library import load_library
 
 _logger = logging.getLogger(__name__)
 _NATIVE = Path(__file__).parent / "native"
-# What the functions take and expect of a `Weight`, as in native/product.h; another number is another agreement.
+# The version of `Weight` and the functions' arguments, as in native/product.h; only a library of this version is used.
 ABI = 4
 _FUNCTIONS = {
     "product_bytes": "lpli",
@@ -63,28 +63,28 @@ _MOST_COLUMNS = 1 << 16
 # Multiplications from which on a second thread pays: it takes some microseconds to wake.
 _THREADED = 1 << 19
 
-# Numbers of rows and threads for which the size of scratch memory is remembered.
+# For so many pairs of a number of rows and a number of threads the size of scratch memory is remembered.
 _SIZES = 256
 
-# Group scales and zero points of a uint weight, the former of a codebook4 weight; nothing for other weights.
+# The stored tensors beside codes and scales: group scales and zero points of a uint weight, group scales of a codebook4
+# weight, and () for other formats.
 Groups = tuple[Tensor, ...]
 
-
-# What `Weight` knows of the codes; zeros where a format needs it not.
+# The last fields of `Weight`, which describe the codes; 0 if a format does not need the field.
 _CODES = ("bits", "code_units", "zero_units", "codebook")
 
 
 class _Scratch(threading.local):
     """One buffer for each use and thread, kept from call to call.
 
-    Fresh memory is paid for page by page: of a prefill of 256 tokens with int4 weights it took a quarter.
+    The system maps fresh memory page by page, which took a quarter of a prefill of 256 tokens with int4 weights.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, use: str, size_bytes: int) -> Tensor:
-        """Return so many bytes or more, uninitialised, valid until the next `take` for the same use in this thread."""
+        """Return `size_bytes` or more, uninitialised, valid until this thread's next `take` for this use."""
         buffer = self._buffers.get(use)
         if buffer is None or buffer.numel() < size_bytes:
             # A tensor that is made in inference mode can never be written to outside it.
@@ -97,7 +97,7 @@ SCRATCH = _Scratch()
 
 
 class Weight(ctypes.Structure):
-    """`Weight` of native/product.h: what a product knows of a weight before it gets one."""
+    """`Weight` of native/product.h: the sizes, dtypes and kind of codes of a weight, without its tensors."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("N", "K", "group_size")),
@@ -107,8 +107,8 @@ class Weight(ctypes.Structure):
 
 def instructions() -> str | None:
     """Return the fastest library of this installation that the CPU runs: a name of `_LIBRARIES` or None."""
-    found = capabilities()
-    fitting = (name for name, needed in _LIBRARIES.items() if all(map(found.get, needed)) and _path(name).exists())
+    features = capabilities()
+    fitting = (name for name, needed in _LIBRARIES.items() if all(map(features.get, needed)) and _path(name).exists())
     return next((name for name in fitting if name != "amx" or _open(_path(name)) is not None), None)
 
 
@@ -118,7 +118,7 @@ def _path(name: str) -> Path:
 
 @functools.cache
 def _open(path: Path) -> ctypes.CDLL | None:
-    """Return a library; None if it does not fit this code, or if the system refuses AMX or AMX gives other results."""
+    """Return a library; None if its ABI is another, if the system refuses AMX, or if AMX gives wrong results."""
     if path.stem != "amx":
         return load_library(path, _FUNCTIONS, ABI)
     library = load_library(path, _FUNCTIONS | {"prepare": "i"}, ABI)
@@ -130,18 +130,18 @@ def _open(path: Path) -> ctypes.CDLL | None:
 
 @functools.cache
 def loaded_library() -> ctypes.CDLL | None:
-    """Return the library, or None where there is none for this CPU."""
+    """Return the library that serves this CPU, or None."""
     name = instructions()
     return None if name is None else _open(_path(name))
 
 
 def in_memory(form: Format) -> Format:
-    """Return the format of the tensors that a weight holds in memory: those of coded are those of int8."""
+    """Return the format of the tensors that a weight holds in memory: `coded` holds int8 codes there."""
     return Int8() if isinstance(form, Coded) else form
 
 
 def describe() -> str:
-    """Return which library multiplies on this machine, as people read it."""
+    """Name the library that multiplies on this machine, for people."""
     return f"products compiled for {instructions()}" if is_available() else "no compiled products"
 
 
@@ -151,7 +151,10 @@ def is_available() -> bool:
 
 
 class Product:
-    """Products with weights of one shape and format; up to `most_rows` rows they take less time than PyTorch's ops."""
+    """The function that multiplies x with weights of one shape and format.
+
+    Up to `most_rows` rows of x it takes less time than PyTorch's ops.
+    """
 
     def __init__(self, library: ctypes.CDLL, weight: Weight, dtype: torch.dtype, most_rows: int) -> None:
         self._library, self._weight, self._dtype, self.most_rows = library, weight, dtype, most_rows
@@ -160,21 +163,21 @@ class Product:
         self._size = functools.lru_cache(_SIZES)(functools.partial(library.product_bytes, self._address))
 
     def __call__(self, qdata: Tensor, scale: Tensor, groups: Groups, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return `F.linear(x, weight, bias)`; all tensors are as `find` was told, on the CPU and contiguous.
+        """Return `F.linear(x, weight, bias)` of contiguous tensors on the CPU, with the dtypes that `find` was given.
 
         x `[*, K]` has at least one row. UnsupportedError: the storage of a tensor was freed.
         """
-        numbers = [tensor.data_ptr() for tensor in groups]
+        groups_at = [tensor.data_ptr() for tensor in groups]
         codes_at, scales_at, x_at = qdata.data_ptr(), scale.data_ptr(), x.data_ptr()
         bias_at = None if bias is None else bias.data_ptr()
-        if not (x_at and codes_at and scales_at) or bias_at == 0 or 0 in numbers:
+        if not (x_at and codes_at and scales_at) or bias_at == 0 or 0 in groups_at:
             raise storage_freed()
         M = x.numel() // self.columns
         threads = torch.get_num_threads() if M * self._N * self.columns >= _THREADED else 1
         scratch = SCRATCH.take("compiled", self._size(M, threads))
         out = x.new_empty(*x.shape[:-1], self._N)
         pointers = (x_at, codes_at, scales_at, bias_at, out.data_ptr())
-        self._library.product(self._address, *pointers, M, threads, scratch.data_ptr(), *[*numbers, None, None][:2])
+        self._library.product(self._address, *pointers, M, threads, scratch.data_ptr(), *[*groups_at, None, None][:2])
         return out
 
     def dequantize(self, qdata: Tensor, scale: Tensor, groups: Groups, rows: slice) -> Tensor:
@@ -183,15 +186,15 @@ class Product:
         size_bytes = count * self.columns * self._dtype.itemsize
         out = SCRATCH.take("weight", size_bytes)[:size_bytes].view(self._dtype).view(count, self.columns)
         memory = SCRATCH.take("compiled", self._library.dequantized_bytes(self._address, threads)).data_ptr()
-        numbers = [tensor.data_ptr() for tensor in groups]
+        groups_at = [tensor.data_ptr() for tensor in groups]
         pointers = (qdata.data_ptr(), scale.data_ptr(), out.data_ptr())
-        self._library.dequantize(self._address, *pointers, first, count, threads, memory, *[*numbers, None, None][:2])
+        self._library.dequantize(self._address, *pointers, first, count, threads, memory, *[*groups_at, None, None][:2])
         return out
 
 
 @functools.lru_cache(maxsize=4096)
 def find(form: Format, N: int, K: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> Product | None:
-    """Return the products with weights `[N, K]` of a format, None where the library has none."""
+    """Return the function for products with weights `[N, K]` of a format; None if the library has none."""
     library, size = loaded_library(), getattr(form, "group_size", None) or 0
     fits = isinstance(form, FORMATS) and (size in (0, 4, 8, 16, 32) or size % 64 == 0)
     if library is None or not fits or dtype not in DTYPES or scale_dtype not in DTYPES:
@@ -204,7 +207,7 @@ def find(form: Format, N: int, K: int, dtype: torch.dtype, scale_dtype: torch.dt
 
 
 def _codes(form: Format) -> tuple[int, ...]:
-    """Return what `_CODES` names, of a format, up to the last that is not 0."""
+    """Return the values of the fields `_CODES` for a format; zeros at the end are left out."""
     if isinstance(form, UInt):
         return form.grid.bits, form.grid.code_units, form.grid.zero_units
     if isinstance(form, Codebook4):

@@ -1,4 +1,4 @@
-"""The instructions of this CPU, from which the kernels choose their way, and up to how many rows each takes least time.
+"""The instructions of this CPU, and up to how many rows of x a compiled product is the fastest there.
 
 The numbers are measured: docs/performance.md, "Thresholds".
 """
@@ -21,7 +21,7 @@ from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.uint import UInt
 
-# By instruction: what the name of a limit on oneDNN holds where that leaves the instruction in use.
+# By instruction: oneDNN uses it under the limits whose names contain one of these texts.
 _ALLOWED = {
     "amx_bf16": ("AMX",),
     "amx_fp16": ("AMX_FP16",),
@@ -33,43 +33,45 @@ _ALLOWED = {
 }
 
 _CPUINFO = Path("/proc/cpuinfo")
-# What Linux calls otherwise than PyTorch does.
+# From the names of Linux to PyTorch's, as far as they differ.
 _FLAGS = {
-    **{f"avx512{part}": f"avx512_{part}" for part in ("f", "bw", "vl", "dq")},
+    **{f"avx512{extension}": f"avx512_{extension}" for extension in ("f", "bw", "vl", "dq")},
     "fma": "fma3",
     "asimddp": "dot",
 }
 
-# A CPU without AMX whose AVX512_BF16 is slow multiplies float32 faster from here on: docs/performance.md, "Thresholds".
+# A CPU without AMX whose AVX512_BF16 is slow multiplies more rows faster in float32: docs/performance.md, "Thresholds".
 _BFLOAT16_ROWS = 48
 
 ALL = sys.maxsize
 
-# Integer codes in a 16-bit dtype that the CPU multiplies fast, without panels; the scales of codebook4 take longer.
+# The most rows of x for compiled products of these kinds.
+# Integer codes with x of a 16-bit dtype that the CPU multiplies fast, without panels (native/tiles/panel.h). The scales
+# of codebook4 take longer to compute.
 _SHORT_ROWS = 256
 _CODEBOOK_ROWS = 64
-# Integer codes with NEON, where nothing was measured.
+# Integer codes with NEON, which was not measured.
 _WIDENED_ROWS = 16
-# Float8 and uint where products of many rows do not serve.
+# Float8 and uint without panels.
 _FLOAT8_ROWS, _UINT_ROWS = 8, 16
 
 
 @functools.cache
 def capabilities() -> dict[str, Any]:
-    """Return what PyTorch tells of the CPU, less what `ONEDNN_MAX_CPU_ISA` keeps oneDNN from using."""
-    found = dict(getattr(torch.cpu, "get_capabilities", _read_cpuinfo)())
+    """Return PyTorch's description of the CPU, without the instructions that `ONEDNN_MAX_CPU_ISA` forbids oneDNN."""
+    features = dict(getattr(torch.cpu, "get_capabilities", _read_cpuinfo)())
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
     if limit not in ("ALL", "DEFAULT"):
-        for name, parts in _ALLOWED.items():
-            found[name] = bool(found.get(name)) and any(part in limit for part in parts)
+        for name, limits in _ALLOWED.items():
+            features[name] = bool(features.get(name)) and any(text in limit for text in limits)
     # Intel multiplies four times as many bytes in the time of one vector of bfloat16, AMD twice as many.
-    is_intel = str(found.get("cpu_name", "")).startswith("Intel")
-    found["fast_avx512_bf16"] = bool(found.get("avx512_bf16")) and not is_intel
-    return found
+    is_intel = str(features.get("cpu_name", "")).startswith("Intel")
+    features["fast_avx512_bf16"] = bool(features.get("avx512_bf16")) and not is_intel
+    return features
 
 
 def _read_cpuinfo() -> dict[str, Any]:
-    """Return what Linux tells of the CPU, by PyTorch's names: before 2.11 PyTorch does not; {} on other systems."""
+    """Return Linux's description of the CPU under PyTorch's names, for PyTorch before 2.11; {} on other systems."""
     if not _CPUINFO.exists():
         return {}
     entries = dict(line.split(":", 1) for line in _CPUINFO.read_text(encoding="utf-8").splitlines() if ":" in line)
@@ -80,23 +82,23 @@ def _read_cpuinfo() -> dict[str, Any]:
 
 
 def product_dtype(dtype: torch.dtype, M: int) -> torch.dtype:
-    """Return the dtype, as it is or float32, in which M rows times a dequantized weight take the least time.
+    """Return the faster dtype, `dtype` or float32, for a product of M rows with a dequantized weight.
 
-    Without instructions for a dtype of 16 bits PyTorch takes 4 to 9 times as long in it as in float32.
+    If the CPU has no instructions for a 16-bit dtype, PyTorch takes 4 to 9 times as long in it as in float32.
     """
-    found = capabilities()
-    if M == 1 or found.get("architecture") != "x86_64":
+    features = capabilities()
+    if M == 1 or features.get("architecture") != "x86_64":
         return dtype
-    few = found.get("avx512_bf16") and M <= _BFLOAT16_ROWS
+    few = features.get("avx512_bf16") and M <= _BFLOAT16_ROWS
     fast = {
-        torch.bfloat16: found.get("amx_bf16") or found.get("fast_avx512_bf16") or few,
-        torch.float16: found.get("avx512_fp16") or found.get("amx_fp16"),
+        torch.bfloat16: features.get("amx_bf16") or features.get("fast_avx512_bf16") or few,
+        torch.float16: features.get("avx512_fp16") or features.get("amx_fp16"),
     }
     return dtype if fast.get(dtype, True) else torch.float32
 
 
 def most_rows(form: Format, dtype: torch.dtype, library: str) -> int:
-    """Return up to how many rows of x the functions of a library serve a weight; `ALL` for any number."""
+    """Return up to how many rows of x a library's product with a weight is the fastest; `ALL` for any number."""
     is_fast = product_dtype(dtype, _SHORT_ROWS + 1) == dtype
     if _takes_panels(form, dtype, library) or (library != "neon" and (dtype == torch.float32 or not is_fast)):
         return ALL
@@ -110,7 +112,7 @@ def most_rows(form: Format, dtype: torch.dtype, library: str) -> int:
 
 
 def _takes_panels(form: Format, dtype: torch.dtype, library: str) -> bool:
-    """Return whether products of many rows of a 16-bit x take panels: `way_of` in native/tiles/ways.c."""
+    """Return whether products of many rows of a 16-bit x take panels, as `way_of` of native/tiles/ways.c decides."""
     group_size = getattr(form, "group_size", None) or 0
     if library in ("amx", "avx512_bf16") and dtype == torch.bfloat16:
         return isinstance(form, UInt) or group_size % 32 == 0
@@ -118,5 +120,5 @@ def _takes_panels(form: Format, dtype: torch.dtype, library: str) -> bool:
 
 
 def is_rounding(form: Format) -> bool:
-    """Return whether x is rounded to 8 bits, so that a product takes the fewest instructions."""
+    """Return whether a format rounds x to 8 bits, so that a product takes the fewest instructions."""
     return isinstance(form, Int8) and form.activations is not None

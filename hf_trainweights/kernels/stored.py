@@ -1,9 +1,10 @@
-"""Products with weights as they are stored: compiled for so many rows as that takes least time, else dequantized.
+"""Products with quantized weights: `F.linear(x, weight, bias)` and the gradient of x.
 
-Block by block a weight can be dequantized in every format and dtype and on every device.
+A compiled function multiplies the codes as they are stored, up to the number of rows at which it is the fastest. For
+other products the weight is dequantized block by block, which serves every format, dtype and device.
 
-What is not finite in a row of x makes the whole row of the result NaN where codes are integers: by compiled products
-since no integer stands for it, by the other ways to be the same.
+If an element of a row of x is not finite and the codes are integers, all results of the row are NaN: compiled products
+have no integer for such an element, and the other products do the same.
 """
 
 from __future__ import annotations
@@ -33,34 +34,34 @@ from hf_trainweights.kernels.cpu_features import ALL, is_rounding, most_rows, pr
 # A smaller largest magnitude of a row counts as this one, as in native/product.h.
 _SMALLEST_TOP = 2.0**-103
 
-# Up to so many rows PyTorch's op for int8 takes least time where nothing is compiled.
+# Up to so many rows PyTorch's op for int8 is the fastest if no library is compiled.
 _MOST_PACKED_ROWS = 4
-# What counts as many.
+# So many tokens count as many in the advice of `slowness`.
 _MANY_ROWS = 64
 
-# Why weights are slow, for `slowness`.
+# Texts of `slowness`.
 _NO_PRODUCT = "no compiled product reads this format"
 _DEQUANTIZED_FIRST = ", so each product dequantizes them first and takes longer than one with float weights."
 
-# Weights that are dequantized at a time, and the least rows of them: a block stays in a cache, where a whole float
-# weight of 32 MB is mapped, page by page, and given back at every product.
+# So many elements are dequantized at a time, and at least so many rows. A block stays in a cache. Memory for a float
+# weight of 32 MB would be mapped, page by page, and given back at every product.
 _BLOCK_ELEMENTS = 1 << 20
 _BLOCK_ROWS = 256
-# The weight is the left matrix where x has so many more columns than rows: it is not reordered then.
+# If x has so many times as many columns as rows, the weight is the left matrix: PyTorch does not reorder it then.
 _COLUMNS_OF_ROW = 10
 
 
 def linear(x: Tensor, held: Mapping[str, Tensor], form: Format, bias: Tensor | None = None) -> Tensor | None:
-    """Return `F.linear(x, weight, bias)` of a quantized weight by an op.
+    """Return `F.linear(x, weight, bias)` of a quantized weight by the op `LINEAR`.
 
     Args:
         x: Float `[*, K]`, of the dtype that the weight shows; any strides.
-        held: The tensors that hold a weight `[N, K]`; any strides.
+        held: The stored tensors of a weight `[N, K]`; any strides.
         form: Its format.
         bias: `[N]`, of the dtype of `x`, or None.
 
     Returns:
-        A new tensor `[*, N]` of the dtype of `x`; None where there is no op for it.
+        A new tensor `[*, N]` of the dtype of `x`; None if the op does not serve the device, format or dtype.
     """
     if isinstance(form, ColumnScaled):
         return linear(_scale_columns(x, held), held, form.inner, bias)
@@ -69,7 +70,7 @@ def linear(x: Tensor, held: Mapping[str, Tensor], form: Format, bias: Tensor | N
     on_cpu = x.device.type == "cpu" and x.dtype in FLOAT_DTYPES and isinstance(form, compiled.FORMATS)
     if x.device != qdata.device or not (on_cpu or _has_gpu_kernels(form, qdata, scale, x.dtype)):
         return None
-    # Every other row of a weight lies apart, and ops of PyTorch read some tensors by their address alone.
+    # A slice of every other row is not contiguous, and PyTorch's ops read some tensors by their address alone.
     return LINEAR(x, [held[name].contiguous() for name in form.tensor_names], bias, _config_of(form))
 
 
@@ -78,19 +79,19 @@ def _has_gpu_kernels(form: Format, qdata: Tensor, scale: Tensor, dtype: torch.dt
 
 
 def prepare_few_rows(held: Mapping[str, Tensor], form: Format, dtype: torch.dtype) -> MultiplyFew | None:
-    """Return a function that multiplies the few rows of a decoding step, and settle now all that the weight settles.
+    """Return a function that multiplies the few rows of a decoding step with one weight.
 
-    A weight that streams through the caches evicts Python's own code from them: steps that take 15 us when they are
-    repeated take 100 us between two weights.
+    Everything that depends on the weight alone is decided here, once. A weight that streams through the caches evicts
+    Python's own code from them: code that takes 15 us when it is repeated takes 100 us between two weights.
 
     Args:
-        held: The tensors that hold a weight `[N, K]`; any strides.
+        held: The stored tensors of a weight `[N, K]`; any strides.
         form: Its format.
         dtype: Dtype that the weight shows.
 
     Returns:
-        A function that takes any plain x and bias, without gradients, and gives the same bits as `linear`, or None
-        for those that it leaves to `linear`; None where there is no such function.
+        A function from any plain x and bias, without gradients, to the same bits as `linear`, or to None if it leaves
+        them to `linear`. None if there is no such function for the weight.
     """
     if isinstance(form, ColumnScaled):
         multiply_few = prepare_few_rows(held, form.inner, dtype)
@@ -100,10 +101,10 @@ def prepare_few_rows(held: Mapping[str, Tensor], form: Format, dtype: torch.dtyp
     form = compiled.in_memory(form)
     qdata, scale, *others = (held[name] for name in form.tensor_names)
     N, K = form.shape_of(qdata)
-    if not all(each.is_contiguous() and each.device == qdata.device for each in held.values()):
+    if not all(tensor.is_contiguous() and tensor.device == qdata.device for tensor in held.values()):
         return None
     if _has_gpu_kernels(form, qdata, scale, dtype):
-        # What kernels cannot read where it lies is copied for each product; a copy that is kept would grow stale.
+        # `linear` copies codes at such an address for each product. A copy kept here would not follow later changes.
         if qdata.data_ptr() % 4:
             return None
         return only_fitting(cuda.prepare(qdata, scale, form, K, dtype), held, form, dtype, ALL)
@@ -117,9 +118,9 @@ def prepare_few_rows(held: Mapping[str, Tensor], form: Format, dtype: torch.dtyp
 def _scale_columns(x: Tensor, held: Mapping[str, Tensor]) -> Tensor:
     """Return an input `[*, K]` times the column scales of a weight, rounded once.
 
-    In a 16-bit dtype that is one rounding of the input. Beside the roundings of the inner product it keeps the error
-    below 1.5 times that of the dequantized product, whose weights are rounded likewise, and half a step of the digits
-    of x (tests/kernels).
+    In a 16-bit dtype this rounds the input. Together with the roundings of the inner product, the error stays below 1.5
+    times that of the dequantized product, whose weights are rounded likewise, plus half a step of the digits of x
+    (tests/kernels).
     """
     return (x * held[COLUMN_SCALE].view(-1)).to(x.dtype)
 
@@ -156,7 +157,7 @@ def _multiply(x: Tensor, stored: Sequence[Tensor], bias: Tensor | None, config: 
 def _packs(x: Tensor, qdata: Tensor, form: Format) -> bool:
     """Return whether PyTorch's op for int8 takes less time than a product with a dequantized weight.
 
-    It reads whole vectors of columns, and its float32 path is scalar.
+    The op reads full vectors of 16 columns, and its float32 path is scalar.
     """
     K = x.shape[-1]
     fits = isinstance(form, Int8) and form.group_size is None and qdata.numel() > 0 and K % 16 == 0
@@ -165,7 +166,7 @@ def _packs(x: Tensor, qdata: Tensor, form: Format) -> bool:
 
 def _multiply_packed(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     N, K = qdata.shape
-    # It crashes where vectors do not begin at multiples of their size, as in a mapped file; what torch allocates does.
+    # The op crashes if vectors do not begin at multiples of their size, as in a mapped file. Memory of torch does.
     rows = x.reshape(-1, K).clone(memory_format=torch.contiguous_format)
     codes = qdata.clone() if qdata.data_ptr() % 16 else qdata
     out = torch.ops.aten._weight_int8pack_mm(rows, codes, scale.to(x.dtype).view(-1))
@@ -173,14 +174,17 @@ def _multiply_packed(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | Non
 
 
 def _as_integers_hold_it(x: Tensor, form: Format) -> Tensor:
-    """Return x as a compiled product would take it: rounded if the format says so, and NaN for what is not finite."""
+    """Return x with the values that a compiled product computes with.
+
+    They are rounded if the format rounds activations, and NaN stands for an element that is not finite.
+    """
     if isinstance(form, Float8E4M3) or x.numel() == 0:
         return x
     if not (isinstance(form, Int8) and form.activations):
         return x.nan_to_num(math.nan, math.nan, math.nan)
-    worth = x.abs().amax(-1, keepdim=True).float().clamp_min_(_SMALLEST_TOP).mul_(1 / 127)
-    # A row with infinity has 0 * infinity in each place.
-    return x.div(worth).round_().mul_(worth).to(x.dtype)
+    unit = x.abs().amax(-1, keepdim=True).float().clamp_min_(_SMALLEST_TOP).mul_(1 / 127)
+    # In a row with infinity each element becomes 0 * infinity, which is NaN.
+    return x.div(unit).round_().mul_(unit).to(x.dtype)
 
 
 def multiply_dequantized(
@@ -190,40 +194,40 @@ def multiply_dequantized(
     N, K = shape
     M = x.shape[:-1].numel()
     if x.device.type != "cpu":
-        rows, parts = _rows_of(tensors, form, shape, x.dtype), _blocks(N, K, cuda.DEQUANTIZED_ELEMENTS)
-        made = [F.linear(x, rows(part), None if bias is None else bias[part]) for part in parts]
-        return made[0] if len(made) == 1 else torch.cat(made or [x.new_empty(*x.shape[:-1], 0)], dim=-1)
+        rows, blocks = _rows_of(tensors, form, shape, x.dtype), _blocks(N, K, cuda.DEQUANTIZED_ELEMENTS)
+        outs = [F.linear(x, rows(block), None if bias is None else bias[block]) for block in blocks]
+        return outs[0] if len(outs) == 1 else torch.cat(outs or [x.new_empty(*x.shape[:-1], 0)], dim=-1)
     dtype = product_dtype(x.dtype, M)
-    given = x.reshape(M, K).contiguous().to(dtype)
+    tokens = x.reshape(M, K).contiguous().to(dtype)
     is_left = dtype == torch.bfloat16 and M * _COLUMNS_OF_ROW <= K
-    out = given.new_empty(N, M).t() if is_left else given.new_empty(M, N)
+    out = tokens.new_empty(N, M).t() if is_left else tokens.new_empty(M, N)
     if x.numel() == 0:
         out.zero_()
     else:
         rows = _rows_of(tensors, form, shape, dtype)
-        for part in _blocks(N, K, _BLOCK_ELEMENTS):
-            torch.mm(given, rows(part).t(), out=out[:, part])
+        for block in _blocks(N, K, _BLOCK_ELEMENTS):
+            torch.mm(tokens, rows(block).t(), out=out[:, block])
     if bias is not None:
         out.add_(bias)
     return out.to(x.dtype).contiguous().view(*x.shape[:-1], N)
 
 
 def multiply_transpose(x: Tensor, tensors: Mapping[str, Tensor], form: Format, shape: Sequence[int]) -> Tensor:
-    """Return `x @ weight` of x `[M, N]` and the stored tensors of a weight `[N, K]`, as gradients of `x` want it."""
+    """Return `x @ weight` of x `[M, N]` and the stored tensors of a weight `[N, K]`, for the gradient of `x`."""
     check_allocated(x, *tensors.values())
     N, K = shape
-    # One row of 16 bits is multiplied fast where numbers of the weight that are summed up lie side by side: not here.
+    # PyTorch multiplies one row of 16 bits fast if the weights that it sums up lie side by side. Here they do not.
     dtype = product_dtype(x.dtype, max(2, len(x))) if x.device.type == "cpu" else x.dtype
-    given, out = x.to(dtype), x.new_zeros(len(x), K, dtype=dtype)
+    gradients, out = x.to(dtype), x.new_zeros(len(x), K, dtype=dtype)
     rows = _rows_of(tensors, form, shape, dtype)
-    # Sums over blocks would be rounded to 16 bits after each of them.
-    for part in _blocks(N, K, _BLOCK_ELEMENTS) if dtype == torch.float32 else [slice(0, N)]:
-        out.addmm_(given[:, part], rows(part))
+    # In 16 bits the sums would be rounded after each block, so the weight is one block.
+    for block in _blocks(N, K, _BLOCK_ELEMENTS) if dtype == torch.float32 else [slice(0, N)]:
+        out.addmm_(gradients[:, block], rows(block))
     return out.to(x.dtype)
 
 
 def _blocks(N: int, K: int, elements: int) -> list[slice]:
-    """Return slices of about one size, of so many elements or of the fewest rows, that make up N rows."""
+    """Cut N rows into slices of about equal size, of about `elements` elements but at least `_BLOCK_ROWS` rows."""
     blocks = max(1, -(-N * K // elements))
     step = max(_BLOCK_ROWS, -(-N // (64 * blocks)) * 64)
     return [slice(start, start + step) for start in range(0, N, step)]
@@ -232,23 +236,23 @@ def _blocks(N: int, K: int, elements: int) -> list[slice]:
 def _rows_of(
     tensors: Mapping[str, Tensor], form: Format, shape: Sequence[int], dtype: torch.dtype
 ) -> Callable[[slice], Tensor]:
-    """Return a function from a slice of rows to these rows of the weight, perhaps in scratch memory."""
+    """Return a function from a slice of rows to these rows of the float weight, perhaps in scratch memory."""
     form = compiled.in_memory(form)
     qdata, scale, *groups = (tensors[name] for name in form.tensor_names)
     product = compiled.find(form, *shape, dtype, scale.dtype) if qdata.device.type == "cpu" else None
     if product is None:
-        return lambda part: _dequantize(cut_rows(form, tensors, lambda stored: stored[part]), form, shape[-1], dtype)
-    whole = qdata.contiguous(), scale.contiguous(), tuple(tensor.contiguous() for tensor in groups)
-    return lambda part: product.dequantize(*whole, part)
+        return lambda block: _dequantize(cut_rows(form, tensors, lambda whole: whole[block]), form, shape[-1], dtype)
+    contiguous = qdata.contiguous(), scale.contiguous(), tuple(tensor.contiguous() for tensor in groups)
+    return lambda block: product.dequantize(*contiguous, block)
 
 
 def _dequantize(tensors: Mapping[str, Tensor], form: Format, K: int, dtype: torch.dtype) -> Tensor:
-    made = cuda.dequantize_rows(tensors, form, K, dtype)
-    return form.dequantize_rows(tensors, K, dtype) if made is None else made
+    weight = cuda.dequantize_rows(tensors, form, K, dtype)
+    return form.dequantize_rows(tensors, K, dtype) if weight is None else weight
 
 
 def slowness(form: Format, dtype: torch.dtype) -> str | None:
-    """Return what is slow about weights of a format that show a dtype, and what is fast; None where nothing is."""
+    """Explain why weights of a format are slow with a dtype, and name a fast choice; None if they are fast."""
     if isinstance(form, ColumnScaled):
         return slowness(form.inner, dtype)
     held = compiled.in_memory(form)
@@ -272,13 +276,13 @@ def slowness(form: Format, dtype: torch.dtype) -> str | None:
 
 
 def _is_fast(form: Format, dtype: torch.dtype) -> bool:
-    """Return whether many tokens take a compiled product, or one that is faster than that of PyTorch in this dtype."""
+    """Return whether a product of many tokens is compiled, or is faster in float32 than PyTorch's is in this dtype."""
     if product_dtype(dtype, _MANY_ROWS) != dtype:
         return True
     return most_rows(form, dtype, compiled.instructions() or "") >= _MANY_ROWS
 
 
-# The bare library: torch.library.custom_op wraps every call in Python, which at one token costs more than the product.
+# Not torch.library.custom_op: it wraps every call in Python, which takes longer than a product of one token.
 _LIBRARY = torch.library.Library("hf_trainweights", "FRAGMENT")
 _LIBRARY.define(
     "linear(Tensor x, Tensor[] stored, Tensor? bias, str config) -> Tensor",
@@ -286,7 +290,7 @@ _LIBRARY.define(
 )
 for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("linear", _multiply, _key)
-# `config` is the JSON description of a format, and `stored` its tensors in the order of `tensor_names`.
+# `config` is the JSON description of a format, and `stored` are its tensors in the order of `tensor_names`.
 LINEAR = torch.ops.hf_trainweights.linear.default
 
 

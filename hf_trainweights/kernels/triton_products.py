@@ -1,7 +1,7 @@
-"""Kernels for int8 and int4 weights on a GPU, written in Triton; `cuda` decides what runs them.
+"""Kernels for int8 and int4 weights on a GPU, written in Triton; `cuda` chooses and launches them.
 
-They read the codes as they are on disk, make weights of them in registers, and sum in float32. Nothing is added up in
-an order that may change from run to run.
+They read the codes as they are on disk, make weights of them in registers, and sum in float32. The order of summation
+is the same in every run.
 """
 
 # Arguments without a type are pointers and 32-bit integers; a checker knows neither them nor Triton's constants.
@@ -20,12 +20,12 @@ def load_stored(qdata, n, column, N, columns, row_stride):
 
 @triton.jit
 def load_codes(qdata, n, block, N, K, row_stride, BITS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return codes `[n, BLOCK_K]`: int8 ones as they are, int4 ones as float32; no matter which past the end."""
+    """Return codes `[n, BLOCK_K]`, int8 codes as they are, int4 codes as float32; past the end any codes."""
     PER_ELEMENT: tl.constexpr = 8 if BITS == 4 else 1
     column = block * (BLOCK_K // PER_ELEMENT) + tl.arange(0, BLOCK_K // PER_ELEMENT)
     codes = load_stored(qdata, n, column, N, K // PER_ELEMENT, row_stride)
     if BITS == 4:
-        # The last dimension of what is joined is the lowest bit of the nibble's place in the word.
+        # Each join adds a last dimension. The last join's is the lowest bit of the nibble's position in the word.
         codes = tl.join(codes, codes >> 16)
         codes = tl.join(codes, codes >> 8)
         codes = tl.join(codes, codes >> 4).reshape(n.shape[0], BLOCK_K)
@@ -36,7 +36,7 @@ def load_codes(qdata, n, block, N, K, row_stride, BITS: tl.constexpr, BLOCK_K: t
 
 @triton.jit
 def load_scales(scale, n, k, N, K, G, GROUP: tl.constexpr):
-    """Return scales `[n, k]` of columns k, 0 past the end; GROUP 0 is one scale a row."""
+    """Return the scales `[n, k]` of columns k, 0 past the end. GROUP is 0 if a row has one scale."""
     group = k // GROUP if GROUP else k * 0
     mask = (n < N)[:, None] & (k < K)[None, :]
     return tl.load(scale + n.to(tl.int64)[:, None] * G + group[None, :], mask=mask, other=0)
@@ -44,7 +44,7 @@ def load_scales(scale, n, k, N, K, G, GROUP: tl.constexpr):
 
 @triton.jit
 def and_or(bits, MASK: tl.constexpr, OTHER: tl.constexpr):
-    """Return `bits & MASK | OTHER` of int32 by one instruction; compilers make two of it."""
+    """Return `bits & MASK | OTHER` of int32 by one instruction; a compiler would take two."""
     operands = [bits, MASK, OTHER]
     return tl.inline_asm_elementwise("lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r", operands, tl.int32, True, 1)
 
@@ -60,8 +60,8 @@ def multiply_add(first, second, third, dtype: tl.constexpr):
 
 @triton.jit
 def add_nibbles(sums, words, J: tl.constexpr, x, mask):
-    """Return sums plus nibble J of the low half of each word, less 8, times x at `x + J`; J is at most 3."""
-    # The nibble stays where it is: these bits are the float32 2**23 + code * 16**J.
+    """Return `sums + (nibble J of each word - 8) * x[J]`; J counts the nibbles of the low half, 0 to 3."""
+    # The nibble is not shifted: with these bits above it, it is the float32 2**23 + nibble * 16**J.
     codes = and_or(words, 15 << (4 * J), 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + (8 << (4 * J)))
     factors = tl.load(x + J, mask=mask, other=0).to(tl.float32) * (1.0 / (1 << (4 * J)))
     return sums + codes * factors[None, :]
@@ -103,7 +103,7 @@ def multiply_row(
             factors = tl.load(x + k, mask=k < K, other=0).to(tl.float32)
             chunks = tl.sum((codes * factors[None, :]).reshape(BLOCK_N, CHUNKS, 8), axis=2)
         if GROUP >= 32:
-            # Of four chunks one scale is loaded.
+            # Four chunks share a scale, which is loaded once.
             scales = load_scales(scale, n, block * BLOCK_K + tl.arange(0, CHUNKS // 4) * 32, N, K, G, GROUP)
             scales = tl.broadcast_to(scales[:, :, None], (BLOCK_N, CHUNKS // 4, 4)).reshape(BLOCK_N, CHUNKS)
             chunks *= scales.to(tl.float32)
@@ -120,9 +120,10 @@ def multiply_row(
 
 @triton.jit
 def unpack_pair(words, scales, J: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, dtype: tl.constexpr):
-    """Return the codes at places J and J plus half a word, as two 16-bit floats in an int32, times a pair of scales.
+    """Return two codes of each word times their scales, as two 16-bit floats in an int32.
 
-    A code goes into the lowest bits of a float whose unit there is 1, and an addition takes away what is too much.
+    They are code J of the low half of the word and code J of its high half; `scales` holds pairs of 16-bit floats.
+    A code is put into the lowest bits of a constant float whose last bit is worth 1, which is subtracted afterwards.
     """
     words = words >> (BITS * J)
     if BITS == 4 and dtype == tl.bfloat16:  # 128 + nibble, less 136
@@ -141,8 +142,8 @@ def unpack_pair(words, scales, J: tl.constexpr, BITS: tl.constexpr, GROUP: tl.co
 def unpack_tile(words, scales, BITS: tl.constexpr, GROUP: tl.constexpr, dtype: tl.constexpr):
     """Return weights `[N, K]` of words `[N, K * BITS / 32]`, their columns in the order of `order_rows`.
 
-    In this order a thread holds, of what it gives to tensor cores, whole words: nothing passes through shared memory
-    once it is unpacked.
+    In this order all codes of a word are multiplied by the thread that unpacks it, so unpacked weights need not pass
+    through shared memory.
     """
     first = unpack_pair(words, scales, 0, BITS, GROUP, dtype)
     second = unpack_pair(words, scales, 1, BITS, GROUP, dtype)
@@ -163,15 +164,18 @@ def unpack_tile(words, scales, BITS: tl.constexpr, GROUP: tl.constexpr, dtype: t
 
 @triton.jit
 def order_rows(x, BITS: tl.constexpr):
-    """Return rows of x `[K, M]` in another order: four words apart, each pair's place in a word, the word, the half."""
+    """Return rows of x `[K, M]` in the order of `unpack_tile`.
+
+    They are sorted by group of four words, then by position of the pair in its word, then by word, then by half.
+    """
     K: tl.constexpr = x.shape[0]
     if BITS == 4:
         return x.reshape(K // 32, 4, 2, 2, 2, x.shape[1]).permute(0, 3, 4, 1, 2, 5).reshape(K, x.shape[1])
     return x.reshape(K // 16, 4, 2, 2, x.shape[1]).permute(0, 3, 1, 2, 4).reshape(K, x.shape[1])
 
 
-# These two change from call to call, and no other program is better for some of their values.
-@triton.jit(do_not_specialize=["M", "blocks_of_part"])
+# These two arguments change from call to call, and a program compiled for one of their values is no faster.
+@triton.jit(do_not_specialize=["M", "section_blocks"])
 def multiply_tiles(
     x,
     words,
@@ -183,31 +187,31 @@ def multiply_tiles(
     K,
     row_words,
     G,
-    blocks_of_part,
+    section_blocks,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Multiply 16-bit x `[M, K]` by tiles; program (i, j, s) writes its tile of part s of out `[parts, M, N]`.
+    """Multiply 16-bit x `[M, K]` by tiles; program (i, j, s) writes tile (i, j) of out `[sections, M, N]` at section s.
 
-    A part is the sum over so many blocks of columns. The weight is the left factor: that is the one which tensor cores
-    take from registers, where its codes become floats. With one scale a row it multiplies the sum; groups give the
-    weights that `dequantize` gives, rounded to the dtype of x.
+    Section s is the sum over `section_blocks` blocks of columns. The weight is the left factor, because tensor cores
+    take the left factor from registers, where codes become floats. A row's single scale multiplies its sum. If there
+    are groups, the scales multiply the codes, which gives the weights of `dequantize`, rounded to the dtype of x.
     """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    part = tl.program_id(2)
+    section = tl.program_id(2)
     rows = m.to(tl.int64)
     WORDS: tl.constexpr = BLOCK_K * BITS // 32
     SPAN: tl.constexpr = min(GROUP, BLOCK_K) if GROUP else BLOCK_K
     SPANS: tl.constexpr = BLOCK_K // SPAN
-    first = part * blocks_of_part
+    first = section * section_blocks
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    # Scales are too small for the copies that run ahead of a loop, so those of the next block are loaded by hand.
+    # Triton's copies that run ahead of a loop do not take so few bytes, so the next block's scales are loaded by hand.
     scales = load_scales(scale, n, first * BLOCK_K + tl.arange(0, SPANS) * SPAN, N, K, G, GROUP)
-    for block in range(first, min(first + blocks_of_part, tl.cdiv(K, BLOCK_K))):
+    for block in range(first, min(first + section_blocks, tl.cdiv(K, BLOCK_K))):
         column = block * WORDS + tl.arange(0, WORDS)
         codes = load_stored(words, n, column, N, K * BITS // 32, row_words)
         k = block * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -225,22 +229,22 @@ def multiply_tiles(
     if bias is not None:
         sums += tl.load(bias + n, mask=n < N, other=0).to(tl.float32)[:, None]
     mask = (m < M)[None, :] & (n < N)[:, None]
-    places = out + (part * M + rows)[None, :] * N + n[:, None]
-    tl.store(places, sums.to(out.dtype.element_ty), mask=mask)
+    addresses = out + (section * M + rows)[None, :] * N + n[:, None]
+    tl.store(addresses, sums.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["parts", "size"])
-def add_parts(sums, bias, out, parts, size, N, BLOCK: tl.constexpr):
-    """Add up sums `[parts, size]` and the bias of their column; size is that of out `[M, N]`."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+@triton.jit(do_not_specialize=["sections", "size"])
+def add_sections(sums, bias, out, sections, size, N, BLOCK: tl.constexpr):
+    """Add up sums `[sections, size]` and the bias of each column; `size` is the number of elements of out `[M, N]`."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
-    places = sums + place
-    for _ in range(parts):
-        total += tl.load(places, mask=place < size, other=0)
-        places += size
+    addresses = sums + index
+    for _ in range(sections):
+        total += tl.load(addresses, mask=index < size, other=0)
+        addresses += size
     if bias is not None:
-        total += tl.load(bias + place % N, mask=place < size, other=0).to(tl.float32)
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=place < size)
+        total += tl.load(bias + index % N, mask=index < size, other=0).to(tl.float32)
+    tl.store(out + index, total.to(out.dtype.element_ty), mask=index < size)
 
 
 @triton.jit
@@ -257,7 +261,7 @@ def dequantize_tiles(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Write the weight `[N, K]`, each program a tile: the product of code and scale in float32, rounded once."""
+    """Write the weight `[N, K]`, each program a tile: code times scale in float32, rounded once."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     block = tl.program_id(1)
     CHUNKS: tl.constexpr = BLOCK_K // 8
@@ -271,9 +275,9 @@ def dequantize_tiles(
 
 @triton.jit
 def round_rows(x, codes, tops, K, smallest, BLOCK: tl.constexpr):
-    """Write a row of x `[M, K]` as int8 codes, and their factor: the largest magnitude over 127.
+    """Write a row of x `[M, K]` as int8 codes, and the row's factor to `tops`: its largest magnitude divided by 127.
 
-    The factor is NaN where an element is not finite.
+    The factor is NaN if an element is not finite.
     """
     row = tl.program_id(0).to(tl.int64)
     top = 0.0
@@ -294,12 +298,12 @@ def round_rows(x, codes, tops, K, smallest, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["size"])
 def scale_products(products, tops, scale, bias, out, size, N, BLOCK: tl.constexpr):
-    """Write out `[M, N]`: integer products times the factor of their row and the scale of their column."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = place < size
-    values = tl.load(products + place, mask=mask, other=0).to(tl.float32)
-    values *= tl.load(tops + place // N, mask=mask, other=0)
-    values *= tl.load(scale + place % N, mask=mask, other=0).to(tl.float32)
+    """Write out `[M, N]`: integer product times factor of the row times scale of the column, plus the bias."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < size
+    values = tl.load(products + index, mask=mask, other=0).to(tl.float32)
+    values *= tl.load(tops + index // N, mask=mask, other=0)
+    values *= tl.load(scale + index % N, mask=mask, other=0).to(tl.float32)
     if bias is not None:
-        values += tl.load(bias + place % N, mask=mask, other=0).to(tl.float32)
-    tl.store(out + place, values.to(out.dtype.element_ty), mask=mask)
+        values += tl.load(bias + index % N, mask=mask, other=0).to(tl.float32)
+    tl.store(out + index, values.to(out.dtype.element_ty), mask=mask)

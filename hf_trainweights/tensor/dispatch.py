@@ -1,4 +1,4 @@
-"""What happens to an op that gets a quantized weight: its handler runs, or the weight is dequantized first."""
+"""The dispatch of an op that gets a quantized weight: its handler runs, or the op runs on the dequantized weight."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from hf_trainweights.tensor.read_only import HOW_TO_CHANGE, read_only, views_as_
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# By op: the function that runs instead, from the op and its arguments to its result; NotImplemented leaves a case to
-# the fallback.
+# By op: the function that runs in its place, called with the op and its arguments. NotImplemented as its result leaves
+# the case to the fallback.
 HANDLERS: dict[Any, Callable[..., Any]] = {}
 
-# By function of torch, above autograd: the function that runs instead, with the same arguments; NotImplemented leaves
-# the case to the ops.
+# By function of torch, above autograd: the function that runs in its place, with the same arguments. NotImplemented as
+# its result leaves the case to the ops.
 REPLACEMENTS: dict[Any, Callable[..., Any]] = {}
 
 # How often each op without a handler has dequantized its weights in this process.
 FALLBACKS: Counter[str] = Counter()
 
-# The advice to whoever averages weights over the steps of a training. `lerp_` leaves equal weights exactly as they are.
+# Advice for people who average weights over training steps. `lerp_` leaves equal weights exactly as they are.
 OF_AVERAGES = (
     "To average a model over training steps, leave out weights without requires_grad, or use lerp_, as AveragedModel "
     "does with multi_avg_fn=get_ema_multi_avg_fn()."
@@ -55,20 +55,21 @@ def _register(table: dict[Any, Callable[..., Any]], keys: tuple[Any, ...], funct
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an op of which an argument is a quantized weight."""
+    """Run an op that has a quantized weight among its arguments."""
     handler = HANDLERS.get(func)
     result = NotImplemented if handler is None else handler(func, *args, **kwargs)
     return _fall_back(func, args, kwargs) if result is NotImplemented else result
 
 
 def _fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # Their schemas do not say what they write to: float values in place of a weight would be lost without a word.
+    # Schemas of collectives do not say which arguments they write to. Whatever they wrote to a dequantized copy of the
+    # weight would be lost without a word.
     if func.namespace == "c10d":
         raise unsupported_collective(func)
     for value in written(func, args, kwargs):
         if isinstance(value, HeldTensor):
             raise unsupported_in_place(str(func), value)
-    # Under inference_mode an op such as mT or narrow comes whole, not as the transpose or slice that has a handler.
+    # Under inference_mode an op such as mT or narrow is not yet decomposed into the transpose or slice with a handler.
     result = func.decompose(*args, **kwargs)
     if result is not NotImplemented:
         return result
@@ -76,7 +77,7 @@ def _fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _LOG_FALLBACKS:
         _logger.warning("%s has no handler for quantized weights: dequantized (%d)", func, FALLBACKS[str(func)])
     result = compute_dequantized(func, *args, **kwargs)
-    # Of a weight that is stored transposed, `contiguous` and `flatten` are such a copy. Of a float one they are views.
+    # `contiguous` and `flatten` clone a weight that is stored transposed, but are views of a float weight.
     return read_only(result) if func is torch.ops.aten.clone.default else views_as_read_only(func, result)
 
 
@@ -92,7 +93,7 @@ def unsupported_collective(func: Any) -> UnsupportedError:
 
 
 def unsupported_in_place(where: str, weight: HeldTensor) -> UnsupportedError:
-    """Return the error for what would change a quantized weight in place."""
+    """Return the error for an op that would change a quantized weight in place."""
     return UnsupportedError(
         where,
         "an op that leaves the quantized weight as it is",

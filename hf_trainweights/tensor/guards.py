@@ -1,4 +1,4 @@
-"""Guards: one-byte tensors in a file that make every loader fail which would take a quantized model for a float one.
+"""Guards: one-byte tensors in a file, by which a loader fails that would take a quantized model for a float model.
 
 Transformers without this package finds no weight under the name that it looks for, fills it with random numbers and
 warns. A tensor of one element under that name does not fit the weight, so it raises instead. `docs/format.md`
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-# Beside the guards lies one more tensor, whose name tells a reader of Transformers' report what to do.
+# The name of one more tensor, the notice. People see it in Transformers' report and learn which import is missing.
 NOTICE_NAME = "import_hf_trainweights_before_loading"
 
 _GUARD_SHAPE = (1,)
@@ -27,20 +27,21 @@ def make_guard() -> Tensor:
 
 
 def is_guard(value: object) -> bool:
-    """Return whether a value is what `make_guard` returns, wherever its byte lies and whatever it is."""
+    """Return whether a value is a guard: a tensor of one byte, on any device and of any value."""
     return isinstance(value, Tensor) and value.dtype is torch.uint8 and tuple(value.shape) == _GUARD_SHAPE
 
 
 def is_notice(name: str) -> bool:
-    """Return whether a name is that of the notice; a conversion of Transformers may put a prefix before it."""
+    """Return whether a name is the notice's; a conversion of Transformers may put a prefix before it."""
     return name.rpartition(".")[2] == NOTICE_NAME
 
 
 def guarded_names(names: Iterable[str]) -> list[str]:
-    """Return which weights, in the model's order, get a guard: the first of each stack of layers, and all outside.
+    """Return the names of the weights that get a guard: the first of each stack of layers, and all outside of stacks.
 
-    Every class that a checkpoint can be loaded as takes whole stacks: `AutoModel` leaves out a head, an encoder leaves
-    out the decoder, a shorter model leaves out the last layers. So each meets a guard if it takes a quantized weight.
+    `names` are in the model's order. Every class that a checkpoint can be loaded as takes the first layer of a stack or
+    none: `AutoModel` leaves out a head, an encoder leaves out the decoder, a shorter model leaves out the last layers.
+    So each class that takes a quantized weight meets a guard.
 
     Examples:
         >>> guarded_names(["encoder.0.q.weight", "encoder.1.q.weight", "decoder.0.q.weight", "head.weight"])
@@ -48,23 +49,24 @@ def guarded_names(names: Iterable[str]) -> list[str]:
     """
     first: dict[str, str] = {}
     for name in names:
-        # Transformers takes the tensors of a file in the order of their names, and a weight's stored tensors, whose
-        # names begin with "_", have to come before its guard: they say how the weight is put together.
+        # Transformers reads the tensors of a file in the order of their names. The stored tensors of a weight, whose
+        # names begin with "_", have to come before its guard, because the weight is made of them.
         if name.rpartition(".")[2] > "_":
             first.setdefault(_LAYER_NUMBER.split(name, maxsplit=1)[0], name)
     return list(first.values())
 
 
 def guards_of(names: Iterable[str]) -> dict[str, Tensor]:
-    """Return what stands before a file's tensors, if there are any weights: the notice, and their guards by name."""
+    """Return the notice and the guards of a file with these weights, by name; {} if there are no weights."""
     guarded = guarded_names(names)
     return {name: make_guard() for name in ([NOTICE_NAME, *guarded] if guarded else [])}
 
 
 def name_for_transformers(name: str) -> str:
-    """Return the name under which a guard is handed to Transformers, to be taken back in its file.
+    """Return the name under which Transformers gets a guard to save; `name_in_file` gives it its name in the file.
 
-    Its save would rename the plain name, and split the guard of merged experts; the underscore keeps it off.
+    Transformers' save would rename the plain name, and split the guard of merged experts. It does neither with a name
+    that begins with an underscore.
 
     Examples:
         >>> name_for_transformers("layers.0.q_proj.weight")
@@ -82,5 +84,5 @@ def name_in_file(name: str) -> str:
         ('layers.0.q_proj.weight', 'layers.0.q_proj._weight_scale')
     """
     module, dot, parameter = name.rpartition(".")
-    is_guards = parameter.startswith("_") and parameter.endswith(_SUFFIX)
-    return f"{module}{dot}{parameter[1 : -len(_SUFFIX)]}" if is_guards else name
+    names_guard = parameter.startswith("_") and parameter.endswith(_SUFFIX)
+    return f"{module}{dot}{parameter[1 : -len(_SUFFIX)]}" if names_guard else name

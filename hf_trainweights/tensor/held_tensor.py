@@ -15,23 +15,24 @@ from hf_trainweights.kernels.arguments import MultiplyFew
 
 
 class Held:
-    """The tensors that a weight holds in memory, and what a kernel prepared for them: exchanged as one attribute.
+    """The stored tensors of a weight, and objects that were prepared from them for products.
 
-    Another thread may multiply meanwhile, so `tensors` stays as it is, and the rest is what can be made of it again.
+    A weight replaces all of it at once, by one attribute, because another thread may multiply meanwhile. So `tensors`
+    never changes, and everything else can be made of it again.
     """
 
     __slots__ = ("cast", "multiply_few", "tensors")
 
     def __init__(self, tensors: dict[str, Tensor]):
         self.tensors = tensors
-        # The kernel's function for the few rows of a decoding step; None until the first of them.
+        # The kernel's function for the few rows of a decoding step; None until the first such product.
         self.multiply_few: MultiplyFew | None = None
-        # The weight in the dtype that autocast wants, with the same tensors; None until the first product in autocast.
+        # The weight in the dtype of autocast, with the same tensors; None until the first product in autocast.
         self.cast: HeldTensor | None = None
 
 
 def _stored_tensor(name: str) -> Any:
-    """Return a property for one stored tensor, which checks what is assigned to it."""
+    """Return a property for one stored tensor, which checks a tensor that is assigned to it."""
 
     def write(weight: HeldTensor, tensor: Tensor) -> None:
         tensors = {**weight.tensors, name: tensor}
@@ -46,14 +47,15 @@ def _read(name: str, weight: HeldTensor) -> Tensor:
 
 
 class HeldTensor(Tensor):
-    """What `QuantizedTensor` holds and how it is made; the arguments are described there."""
+    """The base of `QuantizedTensor` that holds the stored tensors and makes weights; see there for the arguments."""
 
     format: Format
     stored_shape: tuple[int, ...]
     transposed: bool
     held: Held
-    # What `__tensor_flatten__` returns. A compiled program asks each weight for it twice at every call, and then for
-    # the attributes it names: 16 us, were the dtype looked up each time and the attributes by `__getattr__`.
+    # The result of `__tensor_flatten__`. A compiled program asks each weight for it twice at every call, and then for
+    # the attributes that it names. It would take 16 us to look up the dtype each time and the attributes by
+    # `__getattr__`.
     flattened: tuple[list[str], tuple[Any, ...]]
 
     qdata = _stored_tensor("qdata")
@@ -73,7 +75,7 @@ class HeldTensor(Tensor):
     def __new__(cls, tensors: Tensor, *, requires_grad: bool = False) -> Any: ...
 
     def __new__(cls, tensors: Any, format: Any = None, shape: Any = (), *args: Any, **kwargs: Any) -> Any:  # noqa: A002
-        """Build a weight, or wrap a ready one as a parameter: accelerate calls the class of a parameter it moves."""
+        """Build a weight, or make a weight a parameter: accelerate calls the class of a parameter that it moves."""
         if isinstance(tensors, Tensor):
             return nn.Parameter(tensors, **kwargs)
         check_stored(tensors, format, shape)
@@ -89,27 +91,27 @@ class HeldTensor(Tensor):
         dtype: torch.dtype,
         transposed: bool = False,
     ) -> Self:
-        """Return the weight that tensors hold; they are kept as they are, unchecked."""
+        """Return the weight with these stored tensors, which are neither copied nor checked."""
         strides = torch.empty(tuple(shape), device="meta").stride()
         size = list(shape)
         if transposed:
             size[-2:] = size[-1], size[-2]
             strides = (*strides[:-2], strides[-1], strides[-2])
         device = held.tensors["qdata"].device
-        # No storage: with the usual one, without an address, torch.jit.save would write garbage or crash the process.
+        # No storage: the usual storage has no address, and torch.jit.save would write garbage or crash the process.
         weight: Self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, size, strides=strides, dtype=dtype, device=device, requires_grad=False, storage_size=0
         )
         return weight.describe_(format, tuple(shape), dtype, transposed).hold_(held)
 
     def describe_(self, form: Format, shape: tuple[int, ...], dtype: torch.dtype, transposed: bool) -> Self:
-        """Say what the weight is that this tensor stands for, as `flattened` does; return self."""
+        """Set the format, stored shape, dtype and orientation of the weight, in place; return self."""
         self.format, self.stored_shape, self.transposed = form, shape, transposed
         self.flattened = _attributes(form), (form, shape, dtype, transposed)
         return self
 
     def holding(self, tensors: dict[str, Tensor], dtype: torch.dtype | None = None) -> Self:
-        """Return a weight like this one that holds other tensors, of any shape; they are kept, unchecked."""
+        """Return a weight like this one with other stored tensors, of any shape, neither copied nor checked."""
         shape = self.format.shape_of(tensors["qdata"])
         return self.from_held(Held(tensors), self.format, shape, dtype or self.dtype, self.transposed)
 
@@ -126,10 +128,10 @@ class HeldTensor(Tensor):
 
         Args:
             weight: Float32, bfloat16 or float16, `[*, N, K]`, or `[*, K, N]` if `transposed`. It is not changed.
-            format: The format to use; where it cannot hold the shape, its fallback is.
-            transposed: Whether the reduction runs along the last dimension but one.
-            name: What errors call the weight.
-            beside: Held tensors of an earlier weight of this format, whose tensors that all rows share are kept.
+            format: The format to use, or its fallback if it cannot hold the shape.
+            transposed: Whether a product sums over the last dimension but one.
+            name: The name of the weight in errors.
+            beside: Stored tensors of an earlier weight of this format. Those that all rows share are used again.
 
         Returns:
             A new tensor that shows the weight's shape and dtype and shares no memory with it.
@@ -144,7 +146,7 @@ class HeldTensor(Tensor):
 
     @property
     def is_traced(self) -> bool:
-        """Whether a compiler traces with the weight: then it holds tensors of another class, without values."""
+        """Whether a compiler traces with the weight. Its stored tensors are of another class then, without values."""
         return any(type(tensor) is not Tensor for tensor in self.held.tensors.values())
 
     @property
@@ -158,7 +160,7 @@ class HeldTensor(Tensor):
         return self.held.tensors["scale"].dtype
 
     def shared_along(self, dim: int) -> tuple[str, ...]:
-        """Return the names of the stored tensors that a cut along a stored dimension leaves whole: rows share them."""
+        """Return the names of the stored tensors that all entries along a stored dimension share."""
         return self.format.shared_names if dim == len(self.stored_shape) - 2 else ()
 
     @property
@@ -167,7 +169,7 @@ class HeldTensor(Tensor):
         return self.format.stored_bytes(self.stored_shape, self.scale_dtype)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the float weight this tensor stands for.
+        """Return the float weight.
 
         Args:
             dtype: Dtype to return; the tensor's own if None.
@@ -182,7 +184,7 @@ class HeldTensor(Tensor):
         return weight.transpose(-1, -2) if self.transposed else weight
 
     def map(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Self:
-        """Return the tensor with `function` applied to every stored tensor; it must keep their shapes and dtypes.
+        """Return the weight with `function` applied to every stored tensor; it must keep their shapes and dtypes.
 
         Args:
             function: From a stored tensor to its replacement, e.g. a move to another device.
@@ -192,15 +194,15 @@ class HeldTensor(Tensor):
         return self.from_held(held, self.format, self.stored_shape, dtype or self.dtype, self.transposed)
 
     def hold_(self, held: Held) -> Self:
-        """Take over tensors of this weight's format, shape and device in place of those that are held; not copied."""
-        # What was prepared for another weight may serve another dtype.
+        """Replace the stored tensors by others of this weight's format, shape and device, which are not copied."""
+        # Objects that `held` has prepared for products are left out: they may be for a weight of another dtype.
         self.held = Held(held.tensors)
         return self
 
 
 @functools.lru_cache
 def _attributes(form: Format) -> list[str]:
-    """Return the attributes by which compilers reach what a weight of a format holds, and give the class each."""
+    """Return the attributes by which compilers reach the stored tensors of a format, and define them on the class."""
     names = {f"held_{name}": name for name in form.tensor_names}
     for attribute, name in names.items():
         setattr(HeldTensor, attribute, property(functools.partial(_read, name)))
@@ -208,13 +210,13 @@ def _attributes(form: Format) -> list[str]:
 
 
 def check_stored(tensors: Mapping[str, Tensor], form: Format, shape: Sequence[int], name: str = "weight") -> None:
-    """Check that a format's tensors of a weight `[*, N, K]` may be held and read by address; else CorruptFileError.
+    """Check that products may read a format's tensors of a weight `[*, N, K]` by address; else raise CorruptFileError.
 
     Shape and dtype do not tell where a tensor's bytes lie. PyTorch's products take the address of a scale and read on
-    from there, whatever its strides say: past its end, if one number was expanded to a column.
+    from there, whatever its strides say. If one number was expanded to a column, they read past its end.
     """
     *lead, N, K = shape
-    # Of many rows: a single one, which no weight is quantized to alone, may be cut out of another weight.
+    # At least two rows are asked for: one row, for which formats fall back, may be cut out of a larger weight.
     if form.fallback((*lead, max(N, 2), K)) != form:
         next_step = "The file is damaged or belongs to another model; save it again from the source."
         raise CorruptFileError(name, f"columns that {form} can hold", f"{K}", next_step)
@@ -232,7 +234,7 @@ def check_stored(tensors: Mapping[str, Tensor], form: Format, shape: Sequence[in
 
 
 def _fault(tensor: Tensor, device: torch.device) -> str | None:
-    """Return what keeps a tensor from being read by its address, None if nothing does."""
+    """Return the reason why a tensor cannot be read by its address, or None."""
     if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
         return f"a {type(tensor).__name__}"
     if tensor.layout != torch.strided:

@@ -1,4 +1,4 @@
-"""Quantized weights of any nn.Module: made parameters, dequantized, measured, exchanged in place, named in print."""
+"""Functions for quantized weights of any nn.Module: make them parameters, dequantize, measure, replace, print them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor, unsupported
 
 
 def as_parameter(weight: QuantizedTensor) -> nn.Parameter:
-    """Make a quantized weight that nothing else holds a frozen parameter, in place, and return it."""
-    # nn.Parameter does the same to a copy that it gets from `detach`, which takes a tenth of the time of a reload.
+    """Make a quantized weight a frozen parameter, in place, and return it. Only the caller may hold the weight."""
+    # nn.Parameter does the same to a copy from `detach`, and making the copies takes a tenth of the time of a reload.
     weight._is_param = True  # type: ignore[attr-defined]
     return weight  # type: ignore[return-value]
 
 
 def dequantize_weights(module: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Replace the quantized weights of a module by float weights, in each weight's own dtype if it is None."""
+    """Replace the quantized weights of a module by float weights, in each weight's own dtype if `dtype` is None."""
     for places in parameter_places(module).values():
         owner, name = places[0]
         parameter = getattr(owner, name)
@@ -35,7 +35,7 @@ def get_model_size_in_bytes(module: nn.Module) -> int:
     """Return the bytes that a module's parameters and buffers really hold.
 
     Args:
-        module: Any module; memory that several tensors share counts once, a quantized weight by what holds it.
+        module: Any module. Memory that several tensors share counts once; a quantized weight counts its stored tensors.
 
     Raises:
         NotImplementedError: A tensor is sparse.
@@ -46,19 +46,19 @@ def get_model_size_in_bytes(module: nn.Module) -> int:
     """
     sizes: dict[int, int] = {}
     for tensor in map(local_tensor, [*module.parameters(), *module.buffers()]):
-        for held in tensor.held.tensors.values() if isinstance(tensor, QuantizedTensor) else [tensor]:
-            storage = held.untyped_storage()
+        for stored in tensor.held.tensors.values() if isinstance(tensor, QuantizedTensor) else [tensor]:
+            storage = stored.untyped_storage()
             sizes[storage._cdata] = storage.nbytes()
     return sum(sizes.values())
 
 
 def is_quantized(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter is a quantized weight, or one that ranks hold quantized parts of."""
+    """Return whether a parameter is a quantized weight, or a DTensor of quantized shards."""
     return isinstance(local_tensor(parameter), QuantizedTensor)
 
 
 def parameter_places(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """Return where each parameter stands, by its identity: a tied one in several places."""
+    """Return the owners and names of each parameter, by its identity; a tied parameter has several."""
     places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
@@ -67,7 +67,7 @@ def parameter_places(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]
 
 
 def put_parameter(places: list[tuple[nn.Module, str]], parameter: nn.Parameter) -> None:
-    """Put a parameter into all places of another one, as `parameter_places` has them."""
+    """Put a parameter into all places of another parameter, which `parameter_places` returned."""
     for owner, name in places:
         setattr(owner, name, parameter)
 
@@ -75,7 +75,7 @@ def put_parameter(places: list[tuple[nn.Module, str]], parameter: nn.Parameter) 
 def describe(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
     """Make `print(module)` name the module's quantized weights, and torch.jit.script refuse it, while it has any.
 
-    PyTorch calls this whenever a module gets a parameter, be it by `load_state_dict(assign=True)`.
+    PyTorch calls this whenever a module gets a parameter, also in `load_state_dict(assign=True)`.
     """
     own = vars(module)
     if isinstance(parameter, QuantizedTensor):
@@ -91,13 +91,13 @@ def describe(module: nn.Module, name: str, parameter: nn.Parameter | None) -> No
 
 
 class Description:
-    """The `extra_repr` of a module, held weakly: a cycle would keep the weights until garbage is collected."""
+    """The `extra_repr` of a module, which it refers to weakly: a cycle would keep weights until garbage collection."""
 
     def __init__(self, module: nn.Module):
         self._module = weakref.ref(module)
 
     def __call__(self) -> str:
-        """Return what `extra_repr` does, nothing for a module that is gone."""
+        """Return the text of `extra_repr`, or "" if the module is gone."""
         module = self._module()
         return "" if module is None else extra_repr(module)
 
@@ -106,12 +106,12 @@ class Description:
 
 
 def extra_repr(module: nn.Module) -> str:
-    """Return the module's own description and its quantized weights'; models that were pickled once call it."""
+    """Describe the module itself and its quantized weights; models pickled by older versions call this."""
     own = type(module).extra_repr(module)
     weights = {name: p.format for name, p in module.named_parameters(recurse=False) if isinstance(p, QuantizedTensor)}
     return ", ".join(([own] if own else []) + [f"{name}={form}" for name, form in weights.items()])
 
 
 def refuse_torchscript() -> None:
-    """Raise: torch.jit.script calls this on every module, and would save quantized weights as garbage."""
+    """Raise an UnsupportedError. torch.jit.script calls this, and would save quantized weights as garbage."""
     raise unsupported_by_torchscript()

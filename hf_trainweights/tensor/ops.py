@@ -1,4 +1,4 @@
-"""Which ops keep a quantized weight quantized, what each does with it, and what its attributes are.
+"""Handlers of the ops that keep a quantized weight quantized or refuse it, and replacements of tensor attributes.
 
 Importing this module registers them.
 """
@@ -40,7 +40,7 @@ def _clone(func: Any, tensor: QuantizedTensor, memory_format: torch.memory_forma
 
 @implements(aten._to_copy.default)
 def _to_copy(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> Any:
-    """Move the stored tensors and change the dtype shown; scales are never cast."""
+    """Move the stored tensors, and change the dtype that the weight shows; scales are never cast."""
     del func
     dtype = kwargs.get("dtype") or tensor.dtype
     if dtype not in SHOWN_DTYPES:
@@ -56,7 +56,7 @@ def _pin(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Quant
 
 @implements(aten.record_stream.default)
 def _record_stream(func: Any, tensor: QuantizedTensor, stream: torch.Stream) -> None:
-    """Keep the memory for what a stream still does with it, as diffusers asks where it offloads groups of layers."""
+    """Keep the memory until a stream has finished with it; diffusers asks for this when it offloads layers."""
     for stored in tensor.tensors.values():
         func(stored, stream)
 
@@ -82,17 +82,17 @@ def _empty_like(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> Any:
     aten.new_full.default,
 )
 def _like(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
-    """Run a factory such as zeros_like, which reads no values, on a tensor without any."""
+    """Run a factory such as zeros_like, which reads no values, on a meta tensor of the weight's shape."""
     kwargs["device"] = kwargs.get("device") or tensor.device
     return func(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"), *args, **kwargs)
 
 
 @implements(aten.copy_.default)
 def _copy(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
-    """Copy between equal formats only: anything else would round, or inflate, without a word.
+    """Copy between equal formats only: any other copy would round, or inflate, without a word.
 
-    Float values that are those of the weight already change nothing: DistributedDataParallel copies them into the
-    weights of every process.
+    Float values that equal the weight are accepted and change nothing: DistributedDataParallel copies such values into
+    the weights of every process.
     """
     del func
     if isinstance(target, QuantizedTensor) and _holds(target, source):
@@ -108,8 +108,9 @@ def _copy(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False)
             "weights along their first dimension alone: for them let shard_placement_fn return None."
         )
         expected = "two quantized tensors of one format, shape and scale dtype"
-        found = f"{_describe(source)} to be copied into {_describe(target)}"
-        raise UnsupportedError("copy_", expected, found, next_step)
+        raise UnsupportedError(
+            "copy_", expected, f"{_describe(source)} to be copied into {_describe(target)}", next_step
+        )
     assert isinstance(target, QuantizedTensor)
     assert isinstance(source, QuantizedTensor)
     for name, tensor in target.tensors.items():
@@ -118,7 +119,7 @@ def _copy(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False)
 
 
 def _are_alike(target: Tensor, source: Tensor) -> bool:
-    """Return whether two tensors are quantized in the same way, so that one takes the codes of the other."""
+    """Return whether two tensors are quantized in the same way, so that one can take over the codes of the other."""
     return (
         isinstance(target, QuantizedTensor)
         and isinstance(source, QuantizedTensor)
@@ -130,7 +131,7 @@ def _are_alike(target: Tensor, source: Tensor) -> bool:
 
 @implements(aten.lerp_.Scalar)
 def _lerp(func: Any, target: Tensor, source: Tensor, weight: float) -> Any:
-    """Leave a quantized weight as it is that is moved towards itself: an average over steps does so, to all weights."""
+    """Accept a step of a quantized weight towards itself: averages over training steps make it with all weights."""
     del weight
     if not isinstance(target, QuantizedTensor):
         return NotImplemented
@@ -141,7 +142,7 @@ def _lerp(func: Any, target: Tensor, source: Tensor, weight: float) -> Any:
 
 @implements(aten._foreach_lerp_.Scalar)
 def _lerp_each(func: Any, targets: Sequence[Tensor], sources: Sequence[Tensor], weight: float) -> None:
-    """Move float tensors as PyTorch does, and quantized ones as `_lerp` does; all are checked before any moves."""
+    """Move float tensors as PyTorch does, and quantized ones as `_lerp` does; all are checked first."""
     for target, source in zip(targets, sources, strict=True):
         if isinstance(target, QuantizedTensor) and not _are_equal(target, source):
             raise unsupported_in_place(str(func), target)
@@ -161,8 +162,8 @@ def _are_equal(target: QuantizedTensor, source: Tensor) -> bool:
 def _holds(target: QuantizedTensor, source: Tensor) -> bool:
     """Return whether a float tensor has exactly the values of a quantized one."""
     comparable = type(source) in (Tensor, nn.Parameter) and not source.is_meta and not target.is_traced
-    same = comparable and (source.shape, source.dtype, source.device) == (target.shape, target.dtype, target.device)
-    return same and torch.equal(target.dequantize(), source)
+    alike = comparable and (source.shape, source.dtype, source.device) == (target.shape, target.dtype, target.device)
+    return alike and torch.equal(target.dequantize(), source)
 
 
 def _describe(tensor: Tensor) -> str:
@@ -175,32 +176,33 @@ def _positive(tensor: Tensor, dim: int) -> int:
 
 
 def _stored_dim(tensor: QuantizedTensor, dim: int) -> int:
-    """Return the dimension of the stored weight that dimension `dim` shows."""
+    """Return the dimension of the stored weight that appears as dimension `dim` of the tensor."""
     dim, last = _positive(tensor, dim), tensor.dim() - 1
     return last + last - 1 - dim if tensor.transposed and dim >= last - 1 else dim
 
 
 def _narrow(tensor: QuantizedTensor, dim: int, function: Callable[[Tensor], Tensor]) -> Any:
-    """Apply an indexing function along one dimension to every stored tensor; not possible along K."""
+    """Apply an indexing function along one dimension to every stored tensor; NotImplemented along K."""
     along = _stored_dim(tensor, dim)
     if along == tensor.dim() - 1:
         return NotImplemented
     shared = tensor.shared_along(along)
-    return _part(tensor, {name: held if name in shared else function(held) for name, held in tensor.tensors.items()})
+    tensors = {name: stored if name in shared else function(stored) for name, stored in tensor.tensors.items()}
+    return _rows_of(tensor, tensors)
 
 
-def _part(tensor: QuantizedTensor, tensors: dict[str, Tensor]) -> Tensor:
-    """Return the weight that stored tensors of some of the rows stand for; a single row is dequantized, read-only."""
+def _rows_of(tensor: QuantizedTensor, tensors: dict[str, Tensor]) -> Tensor:
+    """Return the weight with the stored tensors of some of the rows; a single row is dequantized and read-only."""
     shape = (*tensors["qdata"].shape[:-1], tensor.stored_shape[-1])
     if len(shape) < 2:
         rows = {name: stored if stored.dim() > 1 else stored.unsqueeze(0) for name, stored in tensors.items()}
         return read_only(tensor.format.dequantize(rows, (1, *shape), tensor.dtype)[0])
-    # Indices of two dimensions make several matrices of rows.
-    whole = {
+    # Indices of two dimensions give several matrices of rows, and each needs the tensors that all rows share.
+    expanded = {
         name: stored.expand(*shape[:-2], *stored.shape[-2:]) if name in tensor.format.shared_names else stored
         for name, stored in tensors.items()
     }
-    return tensor.holding(whole)
+    return tensor.holding(expanded)
 
 
 @implements(aten.select.int)
@@ -224,10 +226,9 @@ def _split(func: Any, tensor: QuantizedTensor, sizes: Any, dim: int = 0) -> Any:
     if along == tensor.dim() - 1:
         return NotImplemented
     tensors, shared = tensor.tensors, tensor.shared_along(along)
-    pieces = {name: func(held, sizes, along) for name, held in tensors.items() if name not in shared}
+    pieces = {name: func(stored, sizes, along) for name, stored in tensors.items() if name not in shared}
     pieces |= {name: [tensors[name]] * len(pieces["qdata"]) for name in shared}
-    parts = (dict(zip(pieces, piece, strict=True)) for piece in zip(*pieces.values(), strict=True))
-    return [_part(tensor, part) for part in parts]
+    return [_rows_of(tensor, dict(zip(pieces, row, strict=True))) for row in zip(*pieces.values(), strict=True)]
 
 
 @implements(aten.unbind.int)
@@ -240,7 +241,7 @@ def _unbind(func: Any, tensor: QuantizedTensor, dim: int = 0) -> Any:
 
 @implements(aten.index.Tensor)
 def _index(func: Any, tensor: QuantizedTensor, indices: Sequence[Tensor | None]) -> Any:
-    # A mask of several dimensions selects single weights, and over experts only a plain list keeps `[*, N, K]`.
+    # A mask of several dimensions selects single elements. For stacked experts only a plain list keeps `[*, N, K]`.
     index = indices[0]
     if len(indices) != 1 or index is None or (index.dim() != 1 and (tensor.dim() > 2 or index.dtype in _MASKS)):
         return NotImplemented
@@ -249,12 +250,12 @@ def _index(func: Any, tensor: QuantizedTensor, indices: Sequence[Tensor | None])
 
 @implements(aten.embedding.default)
 def _embedding(func: Any, tensor: QuantizedTensor, indices: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Dequantize only the rows that are looked up."""
+    """Dequantize the rows that are looked up, and no others."""
     del func, args, kwargs
     if not isinstance(tensor, QuantizedTensor) or tensor.transposed:
         return NotImplemented
 
-    # Indexing would take a negative number for a row counted from the end; index_select refuses it.
+    # Indexing would count a negative number from the end, as F.embedding does not. index_select refuses it.
     def take(stored: Tensor) -> Tensor:
         return as_bytes(stored).index_select(0, indices.flatten()).view(stored.dtype)
 
@@ -286,7 +287,7 @@ def _view(func: Any, tensor: QuantizedTensor, shape: Sequence[int], **kwargs: An
 
 
 def _refuse_in_place(where: str, tensor: Tensor, *_: Any) -> Any:
-    """Refuse what would write to a wrapper, which has no memory: at its address the process would crash."""
+    """Refuse a function that would write to the wrapper's memory: it has none, and the process would crash."""
     if not isinstance(tensor, QuantizedTensor):
         return NotImplemented
     raise unsupported_in_place(where, tensor)
@@ -309,7 +310,7 @@ def _set_requires_grad(tensor: QuantizedTensor, requires_grad: bool) -> None:
 
 @replaces(Tensor.data.__set__)  # type: ignore[attr-defined]
 def set_data(tensor: Tensor, data: Tensor) -> Any:
-    """Take over shape, dtype and tensors of `data`; PEFT casts a model by `param.data = param.data.to(...)`."""
+    """Take over shape, dtype and stored tensors of `data`: PEFT casts a model by `param.data = param.data.to(...)`."""
     if not isinstance(tensor, QuantizedTensor):
         return NotImplemented
     if not isinstance(data, QuantizedTensor):
@@ -326,7 +327,7 @@ def set_data(tensor: Tensor, data: Tensor) -> Any:
 
 @replaces(Tensor.numpy, Tensor.__array__)
 def _numpy(tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
-    """Refuse: accelerate's disk_offload would store float arrays, and bring float weights back."""
+    """Refuse, because accelerate's disk_offload would store float arrays and load float weights from them."""
     del args, kwargs
     next_step = "Call dequantize() first. In place of accelerate's disk_offload give from_pretrained a device_map."
     raise UnsupportedError("numpy", "a plain tensor", f"{tensor!r}, whose values are no array in memory", next_step)

@@ -1,4 +1,4 @@
-"""Products of activations with quantized weights: by a kernel where there is one, dequantizing blocks where not."""
+"""Products of activations with quantized weights, computed by a kernel or with the weight dequantized in blocks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Expert = tuple[Mapping[str, Tensor], Format, Sequence[int]]
 def multiply(
     x: Tensor, tensors: Mapping[str, Tensor], form: Format, shape: Sequence[int], bias: Tensor | None = None
 ) -> Tensor:
-    """Return `F.linear(x, weight, bias)` of x `[*, K]` in the dtype that the weight, of shape `[N, K]`, shows."""
+    """Return `F.linear(x, weight, bias)` of x `[*, K]` and a weight `[N, K]` that shows the dtype of x."""
     plain = is_plain(x)
     if not plain and torch.onnx.is_in_onnx_export():
         next_step = "Call hf_trainweights.export_onnx, which keeps the codes, or dequantize the module first."
@@ -44,7 +44,7 @@ def multiply(
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """Return whether all tensors have values: none is one that a compiler traces with, or of another subclass."""
+    """Return whether all tensors are plain, unlike those that compilers trace with, which have no values."""
     for tensor in tensors:
         if tensor is not None and type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
             return False
@@ -52,7 +52,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
 
 
 def _fits(x: Tensor, weight: Tensor, transposed: bool, dim: int = -1) -> bool:
-    """Return whether x is dense, and the weight a quantized one whose stored dimension, K or another, is x's last."""
+    """Return whether x is dense and the weight quantized, and x's last dimension fits the weight's stored `dim`."""
     return (
         isinstance(weight, QuantizedTensor)
         and not isinstance(x, QuantizedTensor)
@@ -66,12 +66,12 @@ def _fits(x: Tensor, weight: Tensor, transposed: bool, dim: int = -1) -> bool:
 
 
 def _fits_gradient(x: Tensor, weight: Tensor) -> bool:
-    """Return whether x is a plain dense tensor with N along its last dimension, and the weight a stored `[*, N, K]`."""
+    """Return whether x is a plain dense tensor `[*, N]`, and the weight a quantized one `[*, N, K]`, not transposed."""
     return is_plain(x) and not x.is_meta and x.dim() > 1 and _fits(x, weight, transposed=False, dim=-2)
 
 
 def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return whether the weight is a quantized matrix, and x and the bias are of its sizes and dtype."""
+    """Return whether the weight is a quantized matrix, and x and the bias have its sizes and dtype."""
     fits = weight.dim() == 2 and _fits(x, weight, transposed=False)
     return fits and (bias is None or (bias.shape == weight.shape[:1] and bias.dtype == weight.dtype))
 
@@ -85,7 +85,7 @@ def _linear(func: Any, x: Tensor, weight: Any, bias: Tensor | None = None) -> Te
 
 @implements(aten.matmul.default, aten.mm.default)
 def _matmul(func: Any, x: Tensor, weight: Any) -> Tensor:
-    """Multiply with the transpose of a stored matrix, as F.linear arrives below autograd, or with it for a gradient."""
+    """Multiply with a stored matrix for a gradient, or with its transpose, which F.linear becomes below autograd."""
     if weight.dim() == 2 and _fits(x, weight, transposed=True):
         return multiply(x, weight.tensors, weight.format, weight.stored_shape)
     if x.dim() == weight.dim() == 2 and _fits_gradient(x, weight):
@@ -103,7 +103,7 @@ def _addmm(func: Any, bias: Tensor, x: Tensor, weight: Any, **factors: Any) -> T
 
 @implements(aten.bmm.default)
 def _bmm(func: Any, first: Any, second: Any) -> Tensor:
-    """Multiply expert by expert: no float weight of a whole layer is made."""
+    """Multiply expert by expert, so that no float weight of all experts is made."""
     if not len(first):
         return compute_dequantized(func, first, second)
     if is_plain(first) and _fits(first, second, transposed=True):
@@ -117,7 +117,7 @@ def _bmm(func: Any, first: Any, second: Any) -> Tensor:
 
 @implements(aten._grouped_mm.default)
 def _grouped_mm(func: Any, x: Tensor, weight: Any, offs: Tensor | None = None, **others: Any) -> Tensor:
-    """Multiply the rows of each expert with it; an expert without rows is not touched."""
+    """Multiply the rows of x with their experts; an expert without rows is not touched."""
     fits = x.dim() == 2 and weight.dim() == 3
     is_forward, is_gradient = fits and _fits(x, weight, transposed=True), fits and _fits_gradient(x, weight)
     if not (is_forward or is_gradient) or offs is None or others or not is_plain(x, offs):
@@ -144,7 +144,7 @@ implements(aten.baddbmm.default)(compute_dequantized)
 
 @replaces(F.linear)
 def _linear_at_once(input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002  (callers pass it by this name)
-    """Multiply without the way through the dispatcher, which costs as much as the product of one token."""
+    """Multiply without PyTorch's dispatcher, which takes as long as the product of one token."""
     if type(weight) is not QuantizedTensor or not is_plain(input, bias):
         return NotImplemented
     if _is_watched():
@@ -155,7 +155,7 @@ def _linear_at_once(input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: 
 
 
 def _linear_in_autocast(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Any:
-    """Multiply as autocast does, at once where no gradient is wanted."""
+    """Multiply in autocast's dtype, without the dispatcher if no gradient is wanted."""
     dtype = _autocast_dtype(weight)
     if dtype is None:
         return F.linear(x, weight, bias)
@@ -171,7 +171,7 @@ def _linear_in_autocast(x: Tensor, weight: QuantizedTensor, bias: Tensor | None)
 
 
 def _multiply_in_autocast(product: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a product that autocast casts for, with weights that it need not cast."""
+    """Run a product for which autocast casts, with weights that already have its dtype."""
     if not _is_cast_alone() or "out" in kwargs:
         return NotImplemented
     return product(*map(_cast_weight, args), **{name: _cast_weight(value) for name, value in kwargs.items()})
@@ -182,7 +182,7 @@ for _product in (torch.addmm, Tensor.addmm, torch.mm, Tensor.mm, torch.matmul, T
 
 
 def _autocast_dtype(weight: QuantizedTensor) -> torch.dtype | None:
-    """Return the dtype that autocast casts a weight to, None where it leaves it alone."""
+    """Return the dtype that autocast casts a weight to; None if it leaves the weight alone."""
     device = weight.device.type
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return None
@@ -203,24 +203,24 @@ def _cast_weight(weight: Any) -> Any:
 
 
 def _shown_in(weight: QuantizedTensor, dtype: torch.dtype) -> Any:
-    """Return a weight in a dtype, with the same tensors, which autocast itself would copy; it is kept beside them."""
+    """Return and keep a weight that shows a dtype, with the same stored tensors. Autocast would copy them."""
     if dtype == weight.dtype:
         return weight
     held = weight.held
     cast = held.cast
     if cast is None or cast.dtype != dtype:
-        # What is made in inference mode could not be saved for a gradient later.
+        # A tensor that is made in inference mode could not be saved for a gradient later.
         with torch.inference_mode(False), torch.no_grad():
             shown = QuantizedTensor.from_held(held, weight.format, weight.stored_shape, dtype, weight.transposed)
-            # It counts writes with the weight, so that autograd refuses a gradient by one that was written meanwhile.
+            # `detach` shares the counter of writes with the weight, so that autograd refuses a gradient after a write.
             cast = held.cast = set_data(weight.detach(), shown)
     return cast
 
 
 def _watch() -> tuple[Callable[[], bool], Callable[[], bool]]:
-    """Return whether something wants to see each op, and whether it is autograd and autocast alone; in doubt it is not.
+    """Return two functions: whether something has to see each op, and whether autograd and autocast alone have to.
 
-    Others are compilers, modes and transforms.
+    Compilers, modes and transforms have to see each op, too. In doubt the answers are True and False.
     """
     try:
         is_compiling, has_gradients = torch.compiler.is_compiling, torch.is_grad_enabled
@@ -243,12 +243,15 @@ def _watch() -> tuple[Callable[[], bool], Callable[[], bool]]:
     return is_watched, is_cast_alone
 
 
-# Bound once: to look these names up at each product takes 3 % of a small one.
+# Bound once: to look these names up at each product takes 3 % of a small product.
 _is_watched, _is_cast_alone = _watch()
 
 
 def _settle(weight: QuantizedTensor, held: Held) -> MultiplyFew:
-    """Return the function for what a weight holds, and keep it there: what is exchanged meanwhile takes it along."""
+    """Return the function that multiplies with a weight, and keep it in `held`.
+
+    If another thread replaces `weight.held` meanwhile, the function stays with the tensors that it was made for.
+    """
     multiply_few = None
     if weight.dim() == 2 and not weight.transposed:
         multiply_few = kernels.prepare_few_rows(held.tensors, weight.format, weight.dtype)

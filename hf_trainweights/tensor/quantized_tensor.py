@@ -1,10 +1,10 @@
-"""A weight held in a quantized dtype that behaves as the float tensor it stands for.
+"""A quantized weight that behaves as the float weight.
 
 `QuantizedTensor` shows the shape and dtype of the float weight and holds the few plain tensors of its format. Views
-along every dimension but K stay quantized, products dequantize what they need, and an op without a handler
-dequantizes and is counted in `FALLBACKS` (logged when TRAINWEIGHTS_LOG_FALLBACK=1 is set before the import).
-In-place ops raise: rounding an update into codes would lose it silently. A view along K and a single row are float
-values that cannot be written to (`read_only`), because the write would not reach the weight.
+along every dimension but K stay quantized. Products read the codes or dequantize block by block. An op without a
+handler dequantizes the weight and is counted in `FALLBACKS` (logged if TRAINWEIGHTS_LOG_FALLBACK=1 is set before the
+import). In-place ops raise: rounding an update into codes would lose it silently. A view along K and a single row are
+float values that cannot be written to (`read_only`), because the write would not reach the weight.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ SHOWN_DTYPES = (*FLOAT_DTYPES, torch.float64)
 
 @dataclass(frozen=True, eq=False)
 class Identity:
-    """What `data_ptr` of a quantized weight returns: good for telling weights apart, and for nothing else.
+    """The result of `data_ptr` of a quantized weight: it tells weights apart, and refuses any other use.
 
-    As a number it would make safetensors and Triton kernels read the float weight's bytes there, far past `qdata`.
+    If it were a number, safetensors and Triton kernels would read the float weight's bytes there, far past `qdata`.
     """
 
     address: int
@@ -47,7 +47,7 @@ class Identity:
         )
 
     def __eq__(self, other: object) -> bool:
-        # safetensors asks for the address 0 before it hands the address to ctypes, which would wrap the error.
+        # safetensors compares the address with 0 before it hands it to ctypes, which would hide the error in another.
         if type(other) is int and other == 0:
             self._refuse()
         return isinstance(other, Identity) and self.address == other.address
@@ -69,13 +69,13 @@ class Identity:
 class QuantizedTensor(ShardedTensor):
     """A float weight stored in a quantized format.
 
-    The stored weight is `[*, N, K]` with groups along K. Where a layer keeps its weight the other way round (GPT-2's
+    The stored weight is `[*, N, K]` with groups along K. If a layer keeps its weight the other way round (GPT-2's
     Conv1D, some expert layouts) it is stored transposed and `transposed` is set; the shape shown is always the layer's.
 
     Args:
-        tensors: The stored tensors, named as `format.tensor_names` says; kept, not copied. Or the ready weight that is
-            to be wrapped as a parameter, the way accelerate calls the class of a parameter that it moves.
-        format: The format they are in.
+        tensors: The stored tensors under the names of `format.tensor_names`; they are not copied. Or a weight that is
+            to become a parameter: accelerate calls the class of a parameter that it moves in this way.
+        format: The format of the stored tensors.
         shape: Shape of the stored weight, `[*, N, K]`.
         dtype: Float dtype that the tensor shows and computes in.
         transposed: Whether the shape shown is the stored one with its last two dimensions exchanged.
@@ -91,8 +91,8 @@ class QuantizedTensor(ShardedTensor):
     """
 
     def requires_grad_(self, requires_grad: bool = True) -> QuantizedTensor:  # type: ignore[override]
-        """Return self, frozen as it was; True for a parameter is warned of, a quantized weight takes no gradient."""
-        # For another tensor `load_state_dict(assign=True)` passes True, to make it a parameter.
+        """Return self, frozen as it was. Warn of True for a parameter: a quantized weight takes no gradient."""
+        # No warning for other tensors: `load_state_dict(assign=True)` passes True before it makes them parameters.
         if requires_grad and isinstance(self, nn.Parameter):
             warnings.warn(
                 "A quantized weight takes no gradient and stays frozen. To train it in full, name its layer in PEFT's "
@@ -102,11 +102,11 @@ class QuantizedTensor(ShardedTensor):
         return self
 
     def data_ptr(self) -> Identity:  # type: ignore[override]
-        """Return what tells tied weights apart: accelerate keys them by it, and a wrapper's own address is always 0."""
+        """Return an object by which accelerate recognizes tied weights. A wrapper's own address would always be 0."""
         return Identity(self.held.tensors["qdata"].data_ptr())
 
     def share_memory_(self) -> QuantizedTensor:  # type: ignore[override]
-        """Move the stored tensors to shared memory, in place; a wrapper's own storage cannot be moved."""
+        """Move the stored tensors to shared memory, in place; the wrapper's own storage cannot be moved."""
         for tensor in self.held.tensors.values():
             tensor.share_memory_()
         return self
@@ -126,7 +126,7 @@ class QuantizedTensor(ShardedTensor):
         return QuantizedTensor.from_held(held, *metadata)
 
     def _stable_hash_for_caching(self) -> str:
-        """Return what compiled code depends on; torch.compile keys its cache of whole graphs by it."""
+        """Return the properties on which compiled code depends; torch.compile keys its cache of graphs by them."""
         return f"{self.format}:{self.stored_shape}:{self.dtype}:{self.transposed}"
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
@@ -153,11 +153,11 @@ class QuantizedTensor(ShardedTensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Below this level a trace no longer shows, and what it would save of this tensor is garbage.
+        # At lower levels a trace cannot be recognized any more, and it would save garbage for this tensor.
         if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]  (documented)
             raise unsupported_by_torchscript()
         kwargs = kwargs or {}
-        # Without it each look at the weight's shape comes here again: 1.5 us, several times a product.
+        # Otherwise each look at the weight's shape would come here again: 1.5 us, several times a product.
         with torch._C.DisableTorchFunctionSubclass():
             result = REPLACEMENTS[func](*args, **kwargs) if func in REPLACEMENTS else NotImplemented
             return func(*args, **kwargs) if result is NotImplemented else result
@@ -168,7 +168,7 @@ class QuantizedTensor(ShardedTensor):
     ) -> Any:
         kwargs = kwargs or {}
         if torch.is_inference_mode_enabled() and func.is_view:
-            # A view of a normal tensor must be a normal tensor, and whatever is made in this mode is not.
+            # A view of a normal tensor must be a normal tensor, and tensors made in this mode are not.
             with torch.inference_mode(False), torch.no_grad():
                 return dispatch(func, args, kwargs)
         return dispatch(func, args, kwargs)
@@ -192,7 +192,7 @@ def rebuild_quantized_tensor(
     transposed: bool,
     is_parameter: bool,
 ) -> QuantizedTensor:
-    """Rebuild a pickled tensor; the one function of this module that `torch.load(weights_only=True)` may call.
+    """Rebuild a pickled tensor: the only function of this module that `torch.load(weights_only=True)` may call.
 
     Args:
         tensors: The stored tensors by name.

@@ -1,7 +1,7 @@
-"""Float values of a quantized weight that cannot be written to: what a view becomes that the codes cannot give.
+"""Float values of a quantized weight that cannot be written to: the result of a view that cannot stay quantized.
 
-`w[0]`, `w.view(-1)` and `w[:, :8]` of a float weight share its memory. Of a quantized one they are dequantized values,
-and whoever fills them with zeros would change a copy and not the weight. So the first write raises.
+`w[0]`, `w.view(-1)` and `w[:, :8]` of a float weight share its memory. If the weight is quantized, they are dequantized
+values: code that fills them with zeros would change a copy and not the weight. So the first write raises.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hf_trainweights.errors import UnsupportedError
 
-# What errors about lost writes tell the user to do.
+# The advice of errors about lost writes.
 HOW_TO_CHANGE = (
     "To change a weight, dequantize() the model, change it, and quantize it again; to resize embeddings, do so before "
     "quantizing."
 )
 
-# Ops that return views and do not say so. The first also ends a reshape that had to copy.
+# Ops that return views although their schemas do not say so. A reshape that had to copy also ends with the first op.
 _UNSAID_VIEWS = {
     torch.ops.aten._unsafe_view.default,
     torch.ops.aten.unsafe_split.Tensor,
@@ -31,15 +31,15 @@ _UNSAID_VIEWS = {
 
 
 class ReadOnlyTensor(Tensor):
-    """Values that ops may read and not write: a view of it is one too, every other result is a plain tensor.
+    """Values that ops may read and not write. A view of it is of this class, too; every other result is a plain tensor.
 
-    It has memory of its own, so whatever reads tensors reads this one. Copies and pickles are plain tensors.
+    It has memory of its own, so all code that reads tensors can read it. Copies and pickles are plain tensors.
     """
 
-    # The same memory as a plain tensor, on which the ops run.
+    # A plain tensor with the same memory, on which the ops run.
     plain: Tensor
 
-    # Otherwise every result would be made one of this class.
+    # Otherwise PyTorch would make every result a tensor of this class.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -109,7 +109,7 @@ class ReadOnlyTensor(Tensor):
         return copy.deepcopy(self.plain, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Its memory may be that of the whole dequantized weight.
+        # The storage may hold the full dequantized weight, so only a clone of these values is pickled.
         return self.plain.clone().__reduce_ex__(protocol)
 
 
@@ -127,7 +127,7 @@ class ReadOnlyStorage(torch.UntypedStorage):
 
 
 def read_only(tensor: Tensor) -> Tensor:
-    """Return a plain tensor as one that shares its memory and cannot be written to, any other as it is."""
+    """Return a read-only tensor that shares a plain tensor's memory; any other tensor is returned as it is."""
     if type(tensor) is not Tensor or torch._C._len_torch_dispatch_stack() != 0:
         return tensor
     return _read_only_sharing(tensor)
@@ -137,7 +137,7 @@ def _read_only_sharing(plain: Tensor) -> ReadOnlyTensor:
     if type(plain) is Tensor:
         result = Tensor._make_subclass(ReadOnlyTensor, plain)  # type: ignore[attr-defined]
     else:
-        # What a compiler traces with has no memory to share.
+        # A tensor that a compiler traces with has no memory to share.
         result = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             ReadOnlyTensor, plain.shape, strides=plain.stride(), dtype=plain.dtype, device=plain.device
         )
@@ -146,7 +146,7 @@ def _read_only_sharing(plain: Tensor) -> ReadOnlyTensor:
 
 
 def views_as_read_only(func: Any, result: Any) -> Any:
-    """Return the result of an op, made read-only where the op returns views of what it gets."""
+    """Return the result of an op, made read-only if the op returns views of its arguments."""
     aliases = (value.alias_info for value in func._schema.returns)
     is_view = any(alias is not None and not alias.is_write for alias in aliases)
     return tree_map_only(Tensor, read_only, result) if is_view or func in _UNSAID_VIEWS else result
@@ -162,15 +162,15 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[An
 
 
 def read_only_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """Make a storage, of which PyTorch keeps one Python object, refuse writes, and return it."""
+    """Make a storage refuse writes, in place, and return it. PyTorch keeps one Python object for each storage."""
     storage.__class__ = ReadOnlyStorage
     return storage
 
 
 def dlpack_of_copy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Return the DLPack capsule of float values of a quantized weight; UnsupportedError: no copy was asked for.
+    """Return the DLPack capsule of float values of a quantized weight; UnsupportedError: the caller wants no copy.
 
-    Whoever asks for none may write to the memory.
+    A caller that gets no copy could write to the memory.
     """
     if not kwargs.get("copy"):
         raise lost_write("__dlpack__")

@@ -1,4 +1,4 @@
-"""Quantized weights that are changed as float ones and quantized again in their format."""
+"""Changes of quantized weights: they are dequantized, changed in float, and quantized again in their format."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 @dataclass
 class Rounding:
-    """What quantizing again has cost, summed over weights.
+    """The error of quantizing again, summed over weights. The wanted values are those before rounding.
 
     Args:
-        count: How many weights were quantized again.
+        count: The number of weights that were quantized again.
         formats: Their formats.
-        error: Sum of the squared differences that rounding made.
-        change: Sum of the squared differences between the weights before and what they were to become.
-        size: Sum of the squares of what they were to become.
+        error: Sum of the squared differences between the new weights and the wanted values.
+        change: Sum of the squared differences between the old weights and the wanted values.
+        size: Sum of the squares of the wanted values.
     """
 
     count: int = 0
@@ -55,7 +55,7 @@ _ROUNDING: ContextVar[Rounding | None] = ContextVar("_ROUNDING", default=None)
 
 @contextlib.contextmanager
 def rounding_said_once() -> Iterator[Rounding]:
-    """Warn at the end of the outermost of these contexts of what quantizing again has cost within it."""
+    """Sum up the error of quantizing again within this context; at the end of the outermost one, warn of it once."""
     outermost = _ROUNDING.get()
     if outermost is not None:
         yield outermost
@@ -74,9 +74,9 @@ def rounding_said_once() -> Iterator[Rounding]:
 
 
 def requantize(weight: QuantizedTensor, values: Tensor) -> QuantizedTensor:
-    """Return new values of a weight, quantized as it is; rows that are equal keep their codes and scales bit by bit.
+    """Quantize new values of a weight in its format; rows with the same values keep their codes and scales bit by bit.
 
-    There may be another number of rows (of columns, where the weight is stored transposed).
+    The new values may have another number of rows, or of columns if the weight is stored transposed.
     """
     plain = values.detach().to(weight.scale_dtype)
     quantized = QuantizedTensor.quantize(plain, weight.format, weight.transposed, beside=weight.held.tensors)
@@ -85,7 +85,7 @@ def requantize(weight: QuantizedTensor, values: Tensor) -> QuantizedTensor:
 
 
 def _keep_equal_rows_(quantized: QuantizedTensor, weight: QuantizedTensor, values: Tensor) -> None:
-    """Give the rows of `quantized` whose values are those of `weight` the stored tensors that they have there."""
+    """Copy codes and scales from `weight` to `quantized` for the rows that have the same values in both."""
     new, old = values, weight.dequantize(values.dtype)
     if weight.transposed:
         new, old = new.mT, old.mT
@@ -94,15 +94,16 @@ def _keep_equal_rows_(quantized: QuantizedTensor, weight: QuantizedTensor, value
     for name, stored in weight.tensors.items():
         if name in quantized.format.shared_names:
             continue
-        target, source = (as_bytes(each)[..., :rows, :] for each in (quantized.held.tensors[name], stored))
+        target, source = (as_bytes(tensor)[..., :rows, :] for tensor in (quantized.held.tensors[name], stored))
         target.copy_(torch.where(equal, source, target))
 
 
 @contextlib.contextmanager
 def in_float(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Hold quantized weights of a module in float within the context; those that it changes are quantized again.
+    """Replace quantized weights of a module by float weights within the context; changed ones are quantized again.
 
-    The parameters stay the same objects, so ties hold. After an error, theirs or the caller's, no weight is changed.
+    The parameters stay the same objects afterwards, so ties hold. After an error in the context, or in quantizing, no
+    weight is changed.
     """
     weights = {name: getattr(module, name) for name in names}
     for name, weight in weights.items():
@@ -122,7 +123,7 @@ def in_float(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
 
 
 def _put(module: nn.Module, name: str, parameter: Tensor) -> None:
-    # Not by `setattr`: a parametrized module keeps its parameters out of its own reach.
+    # `setattr` would fail in a parametrized module, which keeps its parameters elsewhere.
     module._parameters[name] = parameter  # type: ignore[assignment]
 
 

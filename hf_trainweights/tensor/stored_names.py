@@ -1,11 +1,13 @@
-"""Quantized weights as flat plain tensors, the way they lie in a file, and back.
+"""The plain tensors that stand for quantized weights in a file, and their names.
 
-The weight `<module>.<parameter>` is stored as `<module>._<parameter>_qdata`, `<module>._<parameter>_scale` and, where
-its format is not the one the model's configuration names, `<module>._<parameter>_format`: the format and the
-transposed flag as JSON in a uint8 tensor. In a file of its own, without a configuration, each weight has it. The
-leading underscore keeps Transformers' renaming patterns off. `<module>._<parameter>_coded` may stand for all but the
-format, and `<module>._<parameter>_float_coded` for a weight that is not quantized: one entropy-coded tensor, where that
-is how a format lies in files or where it is smaller.
+The weight `<module>.<parameter>` is stored as `<module>._<parameter>_qdata`, `<module>._<parameter>_scale` and so on,
+one for each tensor of its format. `<module>._<parameter>_format` holds the format and the transposed flag as JSON in a
+uint8 tensor. A weight has it if its format is not the one that the model's configuration names, and in a file of its
+own, without a configuration, each weight has it. The leading underscore keeps Transformers' renaming patterns off.
+
+One entropy-coded tensor may stand for others, if the format is stored so or if it is smaller:
+`<module>._<parameter>_coded` for all tensors of a weight but its format, and `<module>._<parameter>_float_coded` for a
+weight that is not quantized.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from hf_trainweights.tensor.held_tensor import Held, check_stored
 from hf_trainweights.tensor.quantized_tensor import SHOWN_DTYPES, QuantizedTensor
 
 FORMAT_SUFFIX = "format"
-# Of the one tensor that holds all stored tensors of a quantized weight, and of the one that holds a float weight.
+# Suffixes of the coded tensor for all stored tensors of a quantized weight, and of the one for a float weight.
 CODED_SUFFIX, CODED_FLOAT_SUFFIX = "coded", "float_coded"
 CODED_SUFFIXES = (CODED_SUFFIX, CODED_FLOAT_SUFFIX)
 
@@ -40,12 +42,13 @@ CODED_SUFFIXES = (CODED_SUFFIX, CODED_FLOAT_SUFFIX)
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SHOWN_DTYPES}
 
 _FLOAT_NAME = "values"
-# What is saved must be worth the time to decode it, and the header of a small tensor is as large as what it saves.
+# A tensor is coded only if that saves 2 %, to be worth the time of decoding, and only from 16 KiB on: the header of a
+# small tensor is as large as the savings.
 _LEAST_GAIN, _LEAST_BYTES = 0.02, 1 << 14
 
 
 def stored_suffixes() -> tuple[str, ...]:
-    """Return the suffixes that names in a file may have: the tensors of all registered formats, and those of any."""
+    """Return the suffixes that stored names may have: those of each registered format, and those common to all."""
     tensor_names = {COLUMN_SCALE, *(name for form in FORMATS.values() for name in form.tensor_names)}
     return (*sorted(tensor_names), FORMAT_SUFFIX, *CODED_SUFFIXES)
 
@@ -74,7 +77,7 @@ def parse_stored_name(name: str) -> tuple[str, str] | None:
 
 @functools.cache
 def _stored_name_pattern(suffixes: tuple[str, ...]) -> re.Pattern[str]:
-    # The shortest parameter, so that the suffix is the longest: of "_weight_zero_point" it is not "point".
+    # The shortest parameter matches, so that the suffix is the longest: "zero_point" of "_weight_zero_point".
     suffix = "|".join(map(re.escape, suffixes))
     return re.compile(rf"(?P<module>.*\.|)_(?P<parameter>[^.]+?)_(?P<suffix>{suffix})", re.DOTALL)
 
@@ -82,11 +85,11 @@ def _stored_name_pattern(suffixes: tuple[str, ...]) -> re.Pattern[str]:
 def flatten_weight(
     name: str, weight: QuantizedTensor, default: Format | None, compress: bool = False, plain: bool = False
 ) -> dict[str, Tensor]:
-    """Return the plain tensors that stand for one weight in a file, by their names there; contiguous ones are its own.
+    """Return the plain tensors that stand for one weight in a file, by their names there; contiguous ones are shared.
 
-    `default` is the format that the model's configuration names; a weight in another one has a tensor that says which.
-    `compress` codes tensors of any format where that makes them smaller, and `plain` those of none: the parts that
-    ranks hold are put together from plain tensors.
+    `default` is the format that the model's configuration names. A weight in another format has a tensor that names it.
+    `compress` codes the tensors of any format if that makes them smaller. `plain` never codes, even in formats that are
+    stored coded: ranks put a sharded weight together from plain tensors.
     """
     stored = {key: tensor.contiguous() for key, tensor in weight.tensors.items()}
     coded = None if plain else encode_stored(stored, weight.format, compress)
@@ -113,11 +116,12 @@ def unflatten_weight(
     shape: Sequence[int] | None = None,
     values: bool = True,
 ) -> Tensor:
-    """Return the weight that a file's tensors, by suffix, stand for: quantized, or the float one that was coded.
+    """Return the weight whose tensors in a file are given by suffix: a quantized one, or a float one that was coded.
 
-    The tensors are kept, not copied. `dtype` is what it shows, None for the one it was saved with; `default` is the
-    format that the model's configuration names. A coded weight is decoded only if it has `shape`, None for any; without
-    `values` only its header is read, and it is on the meta device. CorruptFileError: a tensor is missing or misfits.
+    The tensors are not copied. `dtype` is the dtype that the weight shows, None for the one it was saved with.
+    `default` is the format that the model's configuration names. A coded weight is decoded only if it has `shape`, None
+    for any. If not `values`, only its header is read, and the result is on the meta device. CorruptFileError: a tensor
+    is missing or misfits.
     """
     tensors = dict(tensors)
     if CODED_FLOAT_SUFFIX in tensors:
@@ -125,13 +129,13 @@ def unflatten_weight(
         return plain.to(dtype or plain.dtype)
     form, transposed, saved_dtype = _read_format(name, tensors.pop(FORMAT_SUFFIX, None), default)
     if CODED_SUFFIX in tensors:
-        wanted = (*shape[:-2], shape[-1], shape[-2]) if shape is not None and transposed else shape
-        tensors = _decode_stored(name, _only(name, tensors, CODED_SUFFIX), form, wanted, values)
+        coded_shape = (*shape[:-2], shape[-1], shape[-2]) if shape is not None and transposed else shape
+        tensors = _decode_stored(name, _only(name, tensors, CODED_SUFFIX), form, coded_shape, values)
     qdata = tensors.get("qdata")
     if qdata is None or qdata.dim() < 2:
-        found = "no qdata" if qdata is None else f"qdata of shape {tuple(qdata.shape)}"
+        description = "no qdata" if qdata is None else f"qdata of shape {tuple(qdata.shape)}"
         raise CorruptFileError(
-            name, "qdata of at least 2 dimensions", found, "The file is damaged; save it again from the source."
+            name, "qdata of at least 2 dimensions", description, "The file is damaged; save it again from the source."
         )
     stored_shape = form.shape_of(qdata)
     check_stored(tensors, form, stored_shape, name)
@@ -142,15 +146,15 @@ def unflatten_weight(
 
 
 def _only(name: str, tensors: Mapping[str, Tensor], suffix: str) -> Tensor:
-    """Return the one tensor that stands for all, once it is the only one."""
+    """Return the coded tensor, after checking that it is the weight's only tensor."""
     if len(tensors) > 1:
-        found, next_step = ", ".join(sorted(tensors)), "The file was edited; save it again from the source."
-        raise CorruptFileError(name, f"{suffix} without other tensors", found, next_step)
+        next_step = "The file was edited; save it again from the source."
+        raise CorruptFileError(name, f"{suffix} without other tensors", ", ".join(sorted(tensors)), next_step)
     return tensors[suffix]
 
 
 def _read_format(name: str, encoded: Tensor | None, default: Format | None) -> tuple[Format, bool, torch.dtype | None]:
-    """Return the format, whether the weight is transposed, and the dtype it showed if that is not its scales'."""
+    """Return the format, whether the weight is transposed, and the dtype it showed if its scales have another."""
     if encoded is None:
         if default is None:
             next_step = "Keep the config.json beside it that lay there, or load the model with from_pretrained."
@@ -170,14 +174,17 @@ def _read_format(name: str, encoded: Tensor | None, default: Format | None) -> t
 
 
 def encode_stored(tensors: Mapping[str, Tensor], form: Format, compress: bool) -> Tensor | None:
-    """Return the stored tensors of a weight as one, if its format is so in files or `compress` saves 2 %; else None."""
+    """Return one coded tensor for the stored tensors of a weight; None if they are to be stored as they are.
+
+    They are coded if the format is coded in files, or if `compress` is set and saves 2 %.
+    """
     if form.is_coded_in_files:
         return encode_tensors(tensors)
     return _encode_where_smaller(tensors) if compress else None
 
 
 def encode_float(tensor: object) -> Tensor | None:
-    """Return a float weight as a coded tensor; None where that does not save 2 %, or it is no such weight."""
+    """Return a float weight as a coded tensor; None if that does not save 2 %, or if it is no float weight."""
     if type(tensor) is not Tensor or not tensor.is_floating_point() or tensor.dtype not in CODED_DTYPES:
         return None
     return _encode_where_smaller({_FLOAT_NAME: tensor})
@@ -194,29 +201,29 @@ def _encode_where_smaller(tensors: Mapping[str, Tensor]) -> Tensor | None:
 def _decode_stored(
     name: str, coded: Tensor, form: Format, shape: Sequence[int] | None, values: bool
 ) -> dict[str, Tensor]:
-    """Undo `encode_stored`, on the device of `coded`; without `values` the tensors are on the meta device.
+    """Decode the tensors of `encode_stored` on the device of `coded`; if not `values`, return them on the meta device.
 
-    A weight of another format or `shape` (None for any) is a CorruptFileError before anything is decoded.
+    Another format or `shape` (None for any) raises a CorruptFileError before anything is decoded.
     """
     reader = CodedTensors(coded, name)
-    found = {key: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for key, spec in reader.specs.items()}
-    if found.keys() != set(form.tensor_names):
-        raise _other(name, ", ".join(form.tensor_names), ", ".join(found))
-    stored_shape = form.shape_of(found["qdata"])
+    metas = {key: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for key, spec in reader.specs.items()}
+    if metas.keys() != set(form.tensor_names):
+        raise _misfit(name, ", ".join(form.tensor_names), ", ".join(metas))
+    stored_shape = form.shape_of(metas["qdata"])
     if shape is not None and tuple(shape) != stored_shape:
-        raise _other(name, f"a weight of shape {tuple(shape)}", f"{stored_shape}")
-    form.check(found, stored_shape, name)
-    return {key: reader.read(key).to(coded.device) for key in reader.specs} if values else found
+        raise _misfit(name, f"a weight of shape {tuple(shape)}", f"{stored_shape}")
+    form.check(metas, stored_shape, name)
+    return {key: reader.read(key).to(coded.device) for key in reader.specs} if values else metas
 
 
 def decode_float(name: str, coded: Tensor, shape: Sequence[int] | None = None, values: bool = True) -> Tensor:
-    """Undo `encode_float` of a weight of that shape, None for any; without `values` it is on the meta device."""
+    """Decode a weight of `encode_float` that has `shape` (None for any); if not `values`, it is on the meta device."""
     reader = CodedTensors(coded, name)
     spec = reader.specs.get(_FLOAT_NAME)
     if spec is None or len(reader.specs) != 1 or not spec.dtype.is_floating_point:
-        raise _other(name, f"{_FLOAT_NAME} of a float dtype", ", ".join(reader.specs))
+        raise _misfit(name, f"{_FLOAT_NAME} of a float dtype", ", ".join(reader.specs))
     if shape is not None and tuple(shape) != spec.shape:
-        raise _other(name, f"shape {tuple(shape)}", f"{spec.shape}")
+        raise _misfit(name, f"shape {tuple(shape)}", f"{spec.shape}")
     return (
         reader.read(_FLOAT_NAME).to(coded.device)
         if values
@@ -224,16 +231,16 @@ def decode_float(name: str, coded: Tensor, shape: Sequence[int] | None = None, v
     )
 
 
-def _other(name: str, expected: str, found: str) -> CorruptFileError:
+def _misfit(name: str, expected: str, found: str) -> CorruptFileError:
     next_step = "The file is damaged or belongs to another model; save it again from the source."
     return CorruptFileError(f"{name}, coded", expected, found, next_step)
 
 
 def flatten_state_dict(state_dict: Mapping[str, Any], default: Format | None, compress: bool = False) -> dict[str, Any]:
-    """Return a new state dict that has in the place of every quantized weight its plain tensors.
+    """Return a new state dict in which plain tensors stand for each quantized weight, as in a file.
 
-    `default` is the format that the model's configuration names; `compress` codes every tensor, quantized or float,
-    where that saves 2 % or more.
+    `default` is the format that the model's configuration names. `compress` codes every weight, quantized or float, if
+    that saves 2 % or more.
     """
     flat: dict[str, Any] = {}
     for name, tensor in state_dict.items():
@@ -246,7 +253,7 @@ def flatten_state_dict(state_dict: Mapping[str, Any], default: Format | None, co
 
 
 def group_stored(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the stored tensors of each quantized weight: weight name to suffix to value; other names are left out.
+    """Group the stored tensors of weights: from weight name to suffix to value. Names of other tensors are left out.
 
     Examples:
         >>> group_stored({"a._weight_qdata": 1, "a._weight_scale": 2, "a.bias": 3})
@@ -260,10 +267,10 @@ def group_stored(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 class FoldStoredTensors:
-    """A load_state_dict pre-hook that lets a quantized model take the flat tensors of its own files.
+    """A load_state_dict pre-hook that lets a quantized model load the plain tensors of its own files.
 
-    Trainer resumes by `model.load_state_dict(flat, strict=False)`, shard by shard, and would otherwise load nothing
-    of a quantized weight and only warn. A weight that is not complete yet waits for the next shard.
+    Trainer resumes by `model.load_state_dict(tensors, strict=False)`, shard by shard, which would otherwise skip
+    quantized weights and only warn. A weight that is not complete yet waits for the next shard.
 
     Args:
         default: The format that the model's configuration names.
@@ -274,7 +281,7 @@ class FoldStoredTensors:
         self.pending: dict[str, dict[str, Tensor]] = defaultdict(dict)
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Replace the stored tensors of each complete weight by the weight, in place."""
+        """Replace the stored tensors of each complete weight by the weight, in `state_dict`."""
         for key in [key for key in state_dict if key.startswith(prefix)]:
             name = key.removeprefix(prefix)
             if is_notice(name) or (
@@ -283,24 +290,24 @@ class FoldStoredTensors:
                 del state_dict[key]
                 continue
             parsed = parse_stored_name(name)
-            whole = _parameter(module, parsed[0]) if parsed else None
-            is_quantized = isinstance(local_tensor(whole), QuantizedTensor)
-            if parsed and (is_quantized or (whole is not None and parsed[1] == CODED_FLOAT_SUFFIX)):
+            parameter = _parameter(module, parsed[0]) if parsed else None
+            is_quantized = isinstance(local_tensor(parameter), QuantizedTensor)
+            if parsed and (is_quantized or (parameter is not None and parsed[1] == CODED_FLOAT_SUFFIX)):
                 self.pending[parsed[0]][parsed[1]] = state_dict.pop(key)
         for name, tensors in list(self.pending.items()):
-            whole = _parameter(module, name)
-            if whole is not None and _is_complete(local_tensor(whole), tensors, self.default):
-                folded: Any = unflatten_weight(name, tensors, whole.dtype, self.default, whole.shape)
-                if isinstance(folded, QuantizedTensor):
-                    part = cut(folded, whole, name) if is_distributed(whole) else folded
-                    part = part.map(lambda stored, device=whole.device: stored.to(device))
-                    folded = with_local(whole, part) if is_distributed(whole) else part
-                state_dict[prefix + name] = folded
+            parameter = _parameter(module, name)
+            if parameter is not None and _is_complete(local_tensor(parameter), tensors, self.default):
+                weight: Any = unflatten_weight(name, tensors, parameter.dtype, self.default, parameter.shape)
+                if isinstance(weight, QuantizedTensor):
+                    shard = cut(weight, parameter, name) if is_distributed(parameter) else weight
+                    shard = shard.map(lambda stored, device=parameter.device: stored.to(device))
+                    weight = with_local(parameter, shard) if is_distributed(parameter) else shard
+                state_dict[prefix + name] = weight
                 del self.pending[name]
 
 
 def _is_complete(weight: Tensor, tensors: Collection[str], default: Format) -> bool:
-    """Return whether tensors are all that `flatten_weight` stores of a weight."""
+    """Return whether `tensors` contains every tensor that `flatten_weight` stores for a weight."""
     if not isinstance(weight, QuantizedTensor):
         return True
     stored = [CODED_SUFFIX] if CODED_SUFFIX in tensors else weight.format.tensor_names

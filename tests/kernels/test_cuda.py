@@ -91,7 +91,7 @@ def test_columns_are_divided_only_until_there_are_enough_programs(
 
             return launch
 
-    monkeypatch.setattr(cuda, "_kernels", lambda: SimpleNamespace(multiply_tiles=Kernel(), add_parts=Adder()))
+    monkeypatch.setattr(cuda, "_kernels", lambda: SimpleNamespace(multiply_tiles=Kernel(), add_sections=Adder()))
     codes = torch.zeros(1, K, dtype=torch.int8).expand(N, K)
     run = cuda.multiply(codes, torch.ones(N, 1), K, M, torch.bfloat16)
     out = run(torch.zeros(M, K, dtype=torch.bfloat16), torch.full((N,), 0.5))

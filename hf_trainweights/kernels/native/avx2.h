@@ -1,11 +1,11 @@
-// Vectors of AVX2. A `count` of elements may be more than a vector holds, and of floats negative.
+// Vectors of AVX2. A `count` of elements may be more than a vector holds, and a count of floats may be negative.
 #pragma once
 
-// Bytes in a vector, 32-bit numbers in it, and sums of products that stay in registers.
+// Bytes in a vector, 32-bit numbers in a vector, and the number of sums of products that stay in registers.
 #define BYTES 32
 #define LANES 8
 #define SUMS 12
-// What makes a byte with a sign one without: products take one of each.
+// A signed byte plus this number has no sign: the instruction for products takes one signed and one unsigned byte.
 #define BYTE_OFFSET 128
 
 typedef float Floats __attribute__((vector_size(BYTES), aligned(4), may_alias));
@@ -41,7 +41,7 @@ static inline Floats permuted(Floats values, Integers indexes) {
 
 static inline Integers lane_numbers(void) { return (Integers){0, 1, 2, 3, 4, 5, 6, 7}; }
 
-// Add the products of bytes without and with a sign, four in a lane. AVX2 alone adds the products of 16-bit numbers.
+// Add the products of unsigned and signed bytes, four to each lane. AVX2 alone has to widen them to 16 bits first.
 static inline Integers add_products_of_bytes(Integers sums, Integers without, Integers with) {
 #ifdef __AVXVNNI__
     return (Integers)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)without, (__m256i)with);
@@ -54,8 +54,8 @@ static inline Integers add_products_of_bytes(Integers sums, Integers without, In
 #endif
 }
 
-// Add the products of numbers of 16 bits, two in a lane. AVX512_VNNI has one instruction for it, whose next sum waits for
-// the last product: with it a token takes a tenth (float32) to a quarter (bfloat16) longer on AMD's Zen 5.
+// Add the products of numbers of 16 bits, two to each lane. AVX512_VNNI does both by one instruction, but then each sum
+// waits for the product before it: a token takes a tenth (float32) to a quarter (bfloat16) longer on AMD's Zen 5.
 static inline Integers add_products_of_words(Integers sums, Words a, Words b) {
     return (Integers)_mm256_add_epi32((__m256i)sums, _mm256_madd_epi16((__m256i)a, (__m256i)b));
 }
@@ -91,7 +91,7 @@ static inline void store_float(void *to, int dtype, int64_t index, float value) 
     }
 }
 
-// As `store_float` rounds.
+// Round as `store_float` does.
 static inline __m128i to_bfloat16(__m256 values) {
 #ifdef __AVX512BF16__
     return (__m128i)_mm256_cvtneps_pbh(values);  // subnormal numbers become 0
@@ -118,7 +118,7 @@ static inline void store_floats(void *to, int dtype, int64_t index, int64_t coun
     _mm_storeu_si128((__m128i *)((uint16_t *)to + index), half);
 }
 
-// Copy the last bytes of a row, and zeros behind them, to where a whole vector can be read.
+// Copy the last bytes of a row to `room`, with zeros behind them, so that a full vector can be read there.
 static inline const uint8_t *with_zeros(const uint8_t *from, int64_t count, uint8_t *room, int64_t room_bytes) {
     memset(room, 0, room_bytes);
     return memcpy(room, from, count);
@@ -155,21 +155,21 @@ static inline __attribute__((always_inline)) Integers load_planes(const uint8_t 
     if (bits & 2) {
         int64_t plane;
         memcpy(&plane, from + (bits & 4) * 4, 8);
-        __m256i parts = _mm256_srlv_epi64(_mm256_set1_epi64x(plane), _mm256_setr_epi64x(0, 2, 4, 6));
-        parts = _mm256_and_si256(parts, _mm256_set1_epi8(3));
-        codes = _mm256_or_si256(codes, _mm256_slli_epi16(parts, bits & 4));
+        __m256i shifted = _mm256_srlv_epi64(_mm256_set1_epi64x(plane), _mm256_setr_epi64x(0, 2, 4, 6));
+        shifted = _mm256_and_si256(shifted, _mm256_set1_epi8(3));
+        codes = _mm256_or_si256(codes, _mm256_slli_epi16(shifted, bits & 4));
     }
     if (bits & 1) {
         int32_t plane;
         memcpy(&plane, from + (bits & 6) * 4, 4);
-        __m256i parts = _mm256_srlv_epi32(_mm256_set1_epi32(plane), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-        parts = _mm256_and_si256(parts, _mm256_set1_epi8(1));
-        codes = _mm256_or_si256(codes, _mm256_slli_epi16(parts, bits & 6));
+        __m256i shifted = _mm256_srlv_epi32(_mm256_set1_epi32(plane), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+        shifted = _mm256_and_si256(shifted, _mm256_set1_epi8(1));
+        codes = _mm256_or_si256(codes, _mm256_slli_epi16(shifted, bits & 6));
     }
     return (Integers)codes;
 }
 
-// Return the bytes of one half of a vector, none above 127, as numbers of 16 bits.
+// Return the bytes of one half of a vector as numbers of 16 bits; all are below 128.
 static inline Words widen_half(Integers bytes, int half) {
     __m256i all = (__m256i)bytes;
     return (Words)_mm256_cvtepu8_epi16(half ? _mm256_extracti128_si256(all, 1) : _mm256_castsi256_si128(all));
@@ -179,21 +179,21 @@ static inline Integers load_words(const int16_t *from) {
     return (Integers)_mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)from));
 }
 
-// Return the bytes without a sign of a quarter of a vector, as 32-bit numbers.
+// Return the unsigned bytes of a quarter of a vector as 32-bit numbers.
 static inline Integers widen_bytes(Integers bytes, int quarter) {
     int64_t quarters[4];
     memcpy(quarters, &bytes, sizeof bytes);
     return (Integers)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(quarters[quarter]));
 }
 
-// Return the byte of a table of 16 that each byte, 0 to 15, is the index of.
+// Return table[i] for each byte i, 0 to 15.
 static inline Integers looked_up(const uint8_t table[16], Integers indexes) {
     __m256i values = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));
     return (Integers)_mm256_shuffle_epi8(values, (__m256i)indexes);
 }
 
-// Load `count` codes of float8_e4m3 / 256: as float16 the exponent has one bit more and a larger bias. NaN, which no
-// weight holds, is not kept. Behind them are zeros.
+// Load `count` codes of float8_e4m3 as their values / 256, and zeros behind them. The bits are read as float16, whose
+// exponent has one bit more and a larger bias. NaN, which no weight holds, becomes a number.
 static inline void load_float8(const uint8_t *from, int64_t count, Floats out[2]) {
     __m256i bits = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load_half(from, count)), 7);
     bits = _mm256_and_si256(bits, _mm256_set1_epi16((short)0xbf80));
@@ -201,7 +201,7 @@ static inline void load_float8(const uint8_t *from, int64_t count, Floats out[2]
     out[1] = _mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1));
 }
 
-// Pack four vectors of numbers that fit a signed byte, in their order.
+// Pack four vectors of numbers that fit a signed byte into one, in their order.
 static inline Integers pack_bytes(const Integers numbers[4]) {
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     __m256i low = _mm256_packs_epi32((__m256i)numbers[0], (__m256i)numbers[1]);

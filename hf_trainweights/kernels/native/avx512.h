@@ -1,11 +1,11 @@
-// Vectors of AVX-512. A `count` of elements may be more than a vector holds, and of floats negative.
+// Vectors of AVX-512. A `count` of elements may be more than a vector holds, and a count of floats may be negative.
 #pragma once
 
-// Bytes in a vector, 32-bit numbers in it, and sums of products that stay in registers.
+// Bytes in a vector, 32-bit numbers in a vector, and the number of sums of products that stay in registers.
 #define BYTES 64
 #define LANES 16
 #define SUMS 24
-// What makes a byte with a sign one without: products take one of each.
+// A signed byte plus this number has no sign: the instruction for products takes one signed and one unsigned byte.
 #define BYTE_OFFSET 128
 
 typedef float Floats __attribute__((vector_size(BYTES), aligned(4), may_alias));
@@ -31,7 +31,7 @@ static inline Integers lane_numbers(void) {
     return (Integers){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 }
 
-// Add the products of bytes without and with a sign, four in a lane.
+// Add the products of unsigned and signed bytes, four to each lane.
 static inline Integers add_products_of_bytes(Integers sums, Integers without, Integers with) {
     return (Integers)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)without, (__m512i)with);
 }
@@ -85,21 +85,21 @@ static inline Integers load_nibbles(const uint8_t *from, int64_t count) {
     return (Integers)_mm512_and_si512(_mm512_or_si512(pairs, _mm512_slli_epi16(pairs, 4)), _mm512_set1_epi8(0x0f));
 }
 
-// Return the bytes without a sign of a quarter of a vector, as 32-bit numbers.
+// Return the unsigned bytes of a quarter of a vector as 32-bit numbers.
 static inline Integers widen_bytes(Integers bytes, int quarter) {
     __m128i quarters[4];
     memcpy(quarters, &bytes, sizeof bytes);
     return (Integers)_mm512_cvtepu8_epi32(quarters[quarter]);
 }
 
-// Return the byte of a table of 16 that each byte, 0 to 15, is the index of.
+// Return table[i] for each byte i, 0 to 15.
 static inline Integers looked_up(const uint8_t table[16], Integers indexes) {
     __m512i values = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table));
     return (Integers)_mm512_shuffle_epi8(values, (__m512i)indexes);
 }
 
-// Load `count` codes of float8_e4m3 / 256: as float16 the exponent has one bit more and a larger bias. NaN, which no
-// weight holds, is not kept. Behind them are zeros.
+// Load `count` codes of float8_e4m3 as their values / 256, and zeros behind them. The bits are read as float16, whose
+// exponent has one bit more and a larger bias. NaN, which no weight holds, becomes a number.
 static inline void load_float8(const uint8_t *from, int64_t count, Floats out[2]) {
     __mmask32 mask = count >= 2 * LANES ? ~0u : (1u << count) - 1;
     __m512i bits = _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(mask, from));
@@ -108,7 +108,7 @@ static inline void load_float8(const uint8_t *from, int64_t count, Floats out[2]
     out[1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1));
 }
 
-// Pack four vectors of numbers that fit a signed byte, in their order.
+// Pack four vectors of numbers that fit a signed byte into one, in their order.
 static inline Integers pack_bytes(const Integers numbers[4]) {
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     __m512i low = _mm512_packs_epi32((__m512i)numbers[0], (__m512i)numbers[1]);

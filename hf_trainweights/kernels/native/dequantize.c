@@ -1,20 +1,20 @@
-// Rows of float weights from codes, each number rounded once: for products of so many tokens that PyTorch's own with a
-// float weight takes least time.
+// Rows of float weights from codes, each number rounded once. They serve products of so many tokens that PyTorch's
+// product with a float weight is the fastest.
 #include "bytes/integers.h"
 
-// Return one of the vectors of 32-bit numbers that a vector of bytes makes, each byte less the offset.
-static inline Floats widened(Integers bytes, int vector, int offset) {
-    return to_floats(widen_bytes(bytes, vector) - all_integers(offset));
+// Return a quarter of a vector of bytes as floats, each byte less the offset.
+static inline Floats widened(Integers bytes, int quarter, int offset) {
+    return to_floats(widen_bytes(bytes, quarter) - all_integers(offset));
 }
 
-// Return the scales of the groups that a vector of columns is of; `shift` is that from a column to its group.
+// Return the scale of each column of a vector, from `column` on. The group of column k is k >> shift.
 static inline Floats scales_of(const float *scale, int64_t column, int shift) {
     if (LANES >> shift <= 1) return all_floats(scale[column >> shift]);
     return permuted(*(const Floats *)(scale + (column >> shift)), lane_numbers() >> shift);
 }
 
-// Write a vector of bytes as floats. Its columns share a scale if their group is long enough: `scale` is that of the
-// first of them. For codebook4 it is a factor, whose product with a value is exact, and `last` is the scale of the row.
+// Write a vector of bytes as floats. `scale` points to the scale of the first column; all columns share it if `shift`
+// is 0. For codebook4 it is a factor instead, whose product with a value is exact, and `last` is the scale of the row.
 static inline __attribute__((always_inline)) void write_columns(Integers bytes, int64_t count, const float *scale,
                                                                 int shift, Floats last, int kind, int dtype, void *out,
                                                                 int64_t at) {
@@ -29,7 +29,7 @@ static inline __attribute__((always_inline)) void write_columns(Integers bytes, 
 
 static inline __attribute__((always_inline)) void write_row(const Product *p, int64_t n, const float *scale, int kind,
                                                             int dtype, int64_t at) {
-    // Columns after which the next scale or, of a vector, the next scales are taken.
+    // After `span` columns the next scale is taken, or the next scales if a vector has several.
     int64_t K = p->weight.K, size = p->weight.group_size ? p->weight.group_size : K, span = size < BYTES ? BYTES : size;
     int64_t scales = size < BYTES && p->weight.group_size ? BYTES / size : 1, next = span;
     int shift = scales > 1 ? __builtin_ctzll(size) : 0;

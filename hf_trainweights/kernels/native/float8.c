@@ -1,5 +1,5 @@
-// float8_e4m3 weights: products of few rows of x, and the float weight for many. Sums are scaled when they are
-// complete, so x beyond 1e33 overflows.
+// float8_e4m3 weights: products of few rows of x, and rows of the float weight for products of many. Sums are scaled
+// when they are complete, so x beyond 1e33 overflows.
 #include "scales.h"
 
 // Codes that are widened at a time.
@@ -27,7 +27,7 @@ static inline __attribute__((always_inline)) void multiply_row(const float *x, i
     for (int m = 0; m < M; m++) sums[m] = sum_of(total[m][0] + total[m][1]);
 }
 
-// The number of tokens is a constant in each case, so that the sums stay in registers.
+// The compiler gets the number of tokens as a constant, so that the sums stay in registers.
 static void multiply_row_of(const Product *p, const float *x, int64_t n, int64_t M, float *sums) {
     int64_t K = p->weight.K, stride = round_up(K, STEP);
     const uint8_t *codes = p->qdata + n * K;
@@ -37,7 +37,7 @@ static void multiply_row_of(const Product *p, const float *x, int64_t n, int64_t
     if (M == 4) multiply_row(x, stride, codes, K, 4, sums);
 }
 
-// Multiply `count` rows of the weight, which stay in a cache meanwhile, with all tokens.
+// Multiply `count` rows of the weight with all tokens. The rows stay in a cache meanwhile.
 static void multiply_rows(const Product *p, const float *x, int64_t first, int64_t count) {
     const Weight *w = &p->weight;
     Floats bias = p->bias ? load_floats(p->bias, w->dtype, first, count) : all_floats(0);
@@ -82,7 +82,7 @@ static inline __attribute__((always_inline)) void write_row(const uint8_t *codes
     if (k < K) write_step(codes + k, K - k, factor, dtype, out, at + k);
 }
 
-// The dtype is a constant in each case.
+// The compiler gets the dtype as a constant.
 void dequantize_float8_row(const Product *p, int64_t n, int64_t at) {
     const uint8_t *codes = p->qdata + n * p->weight.K;
     Floats factor = all_floats(256 * row_scale(p, n));

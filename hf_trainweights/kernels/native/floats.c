@@ -1,26 +1,25 @@
-// Products of many rows of x in float32, where AVX2 is and not AVX-512: rows of the weight are dequantized, a few at a
-// time, and meet all tokens while they are in a cache. Tokens lie side by side in vectors, and each number of a row is in
-// all lanes of one.
+// Products of many rows of x in float32, for CPUs with AVX2 and without AVX-512. Rows of the weight are dequantized, a
+// few at a time, and multiplied with all tokens while they are in a cache. Tokens lie side by side in the lanes of a
+// vector, and each number of a row is copied to all lanes. A panel is the tokens held at a time (`Tokens`).
 #include "vectors.h"
 
-// Rows of the weight that a thread dequantizes at a time, and those whose sums with one vector of tokens stay in
-// registers; with two vectors it is half of them.
+// A thread dequantizes BLOCK_ROWS rows of the weight at a time. The sums of SUMS_OF_ROWS rows with one vector of tokens
+// stay in registers, or those of half as many rows with two vectors.
 #define BLOCK_ROWS 24
 #define SUMS_OF_ROWS 12
-// Tokens that rows meet at a time, in two vectors.
+// The tokens of a unit: two vectors, which rows are multiplied with at a time.
 #define UNIT_TOKENS (2 * LANES)
-// Columns that are summed at a time: more float32 products in a row would add up their errors, and these stay in the
-// first-level cache.
+// Columns that are summed at a time. They stay in the first-level cache, and the errors of more float32 products in a
+// row would add up.
 #define STEP_COLUMNS 256
-// Tokens that are held at a time, in bytes: a third-level cache is fast enough for them.
+// Bytes of the tokens that are held at a time. A third-level cache is fast enough for them.
 #define HELD_BYTES (1 << 23)
 
 typedef struct {
-    int64_t count;   // that are held at most, in whole units
-    float *x;        // [units][K][UNIT_TOKENS]
-    float *worth;    // [count]: what the sums of a token are multiplied with; NaN where codes are integers and x is not
-                     // finite
-    int8_t *blocks;  // of the threads
+    int64_t count;        // of tokens, at most, in full units
+    float *x;             // [units][K][UNIT_TOKENS]
+    float *token_scales;  // [count]; NaN if codes are integers and x is not finite
+    int8_t *blocks;       // of the threads
 } Tokens;
 
 typedef struct {
@@ -30,7 +29,7 @@ typedef struct {
     int8_t *memory;  // to dequantize a row
 } Block;
 
-// Rows lie so far apart that their columns are not all in the same lines of a cache.
+// Return the distance of two rows. 16 columns more keep a column of all rows from sharing the same lines of a cache.
 static int64_t stride_of(const Product *p) { return round_up(p->weight.K, LANES) + 16; }
 
 static int64_t block_bytes(const Product *p) {
@@ -41,8 +40,8 @@ static Tokens tokens_at(const Product *p, int8_t *memory) {
     int64_t fit = HELD_BYTES / 4 / p->weight.K / UNIT_TOKENS * UNIT_TOKENS;
     Tokens tokens = {.count = least(fit < UNIT_TOKENS ? UNIT_TOKENS : fit, round_up(p->M, UNIT_TOKENS))};
     tokens.x = (float *)memory;
-    tokens.worth = tokens.x + tokens.count * p->weight.K;
-    tokens.blocks = (int8_t *)(tokens.worth + tokens.count);
+    tokens.token_scales = tokens.x + tokens.count * p->weight.K;
+    tokens.blocks = (int8_t *)(tokens.token_scales + tokens.count);
     return tokens;
 }
 
@@ -54,12 +53,12 @@ static Block block_at(const Product *p, const Tokens *tokens, int thread) {
     return block;
 }
 
-// Return up to how many rows of x other products take less time: docs/performance.md, "Thresholds".
+// Return up to how many rows of x the products of bytes/ and words/ take less time: docs/performance.md, "Thresholds".
 static int64_t most_rows_of_others(const Weight *w) {
 #ifdef __AVXVNNI__
     if (w->bits && !w->code_units) return INT64_MAX;
 #endif
-    int is_one = w->dtype != FLOAT32 || w->digits == 1;  // number of 16 bits that holds an activation
+    int is_one = w->dtype != FLOAT32 || w->digits == 1;  // whether one number of 16 bits holds an activation
     if (w->bits == 4 && !w->code_units) return is_one ? 12 : 6;
     return is_one && w->bits ? 48 : 10;
 }
@@ -70,21 +69,22 @@ int64_t panels_bytes(const Product *p, int threads) {
     return tokens_at(p, NULL).blocks - (int8_t *)NULL + threads * block_bytes(p);
 }
 
-// Return what the sums of a token are multiplied with.
-static float worth_of(const Product *p, int64_t token) {
+static float token_scale_of(const Product *p, int64_t token) {
     const Weight *w = &p->weight;
     if (!w->bits) return 1;
     float top = largest_magnitude((const char *)p->x + token * w->K * itemsize(w->dtype), w->dtype, w->K);
     return top != top ? top : w->digits == 1 ? unit_of(top, 1) : 1;
 }
 
-// Write some columns of as many tokens as a vector has lanes, and zeros for tokens that there are not.
-static void write_columns(const Product *p, int64_t token, int64_t k, int64_t count, const float *worth, float *to) {
+// Write some columns of LANES tokens. Zeros stand for tokens from `count` on, which x does not have.
+static void write_columns(const Product *p, int64_t token, int64_t k, int64_t count, const float *token_scales,
+                          float *to) {
     const Weight *w = &p->weight;
     Floats numbers[LANES];
     for (int64_t i = 0; i < LANES; i++) {
         numbers[i] = load_floats(p->x, w->dtype, (token + i) * w->K + k, i < count ? w->K - k : 0);
-        if (w->digits == 1 && i < count) numbers[i] = to_floats(to_integers(numbers[i] * all_floats(1 / worth[i])));
+        if (w->digits == 1 && i < count)
+            numbers[i] = to_floats(to_integers(numbers[i] * all_floats(1 / token_scales[i])));
     }
     if (w->K - k >= LANES) {
         store_transposed((const Integers *)numbers, (int8_t *)to, UNIT_TOKENS * 4);
@@ -96,14 +96,14 @@ static void write_columns(const Product *p, int64_t token, int64_t k, int64_t co
 
 static void write_unit(const Product *p, const Tokens *tokens, int64_t token, int64_t unit) {
     int64_t K = p->weight.K, first = token + unit * UNIT_TOKENS, count = least(UNIT_TOKENS, p->M - first);
-    float *to = tokens->x + unit * UNIT_TOKENS * K, *worth = tokens->worth + unit * UNIT_TOKENS;
-    for (int64_t i = 0; i < count; i++) worth[i] = worth_of(p, first + i);
+    float *to = tokens->x + unit * UNIT_TOKENS * K, *token_scales = tokens->token_scales + unit * UNIT_TOKENS;
+    for (int64_t i = 0; i < count; i++) token_scales[i] = token_scale_of(p, first + i);
     for (int64_t m = 0; m < UNIT_TOKENS; m += LANES)
         for (int64_t k = 0; k < K; k += LANES)
-            write_columns(p, first + m, k, count - m, worth + m, to + k * UNIT_TOKENS + m);
+            write_columns(p, first + m, k, count - m, token_scales + m, to + k * UNIT_TOKENS + m);
 }
 
-// Add the products of some columns of rows and of one or two vectors of tokens to sums [rows][UNIT_TOKENS].
+// Add the products of rows and one or two vectors of tokens, over some columns, to sums [rows][UNIT_TOKENS].
 static inline __attribute__((always_inline)) void add_products(const float *row, int64_t stride, const float *x,
                                                                int64_t columns, int begins, int vectors, float *sums) {
     Floats total[SUMS_OF_ROWS];
@@ -133,7 +133,7 @@ static void multiply_unit(const Product *p, const Block *block, const float *x, 
         }
 }
 
-static void store_results(const Product *p, const Block *block, const float *worth, int64_t first, int64_t rows,
+static void store_results(const Product *p, const Block *block, const float *token_scales, int64_t first, int64_t rows,
                           int64_t token, int64_t tokens) {
     const Weight *w = &p->weight;
     for (int64_t n = 0; n < rows; n += LANES) {
@@ -145,7 +145,7 @@ static void store_results(const Product *p, const Block *block, const float *wor
         }
         for (int64_t i = 0; i < tokens; i++) {
             Floats sums = *(Floats *)(block->results + i * BLOCK_ROWS + n);
-            Floats values = multiply_add(sums, all_floats(worth[i]), bias);
+            Floats values = multiply_add(sums, all_floats(token_scales[i]), bias);
             store_floats(p->out, w->dtype, (token + i) * w->N + first + n, rows - n, values);
         }
     }
@@ -161,7 +161,7 @@ static void multiply_rows(const Product *p, const Tokens *tokens, int64_t token,
     for (int64_t m = 0; m < held; m += UNIT_TOKENS) {
         int64_t count = least(UNIT_TOKENS, held - m);
         multiply_unit(p, &block, tokens->x + m * p->weight.K, rows, count);
-        store_results(p, &block, tokens->worth + m, first, rows, token + m, count);
+        store_results(p, &block, tokens->token_scales + m, first, rows, token + m, count);
     }
 }
 

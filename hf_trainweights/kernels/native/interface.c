@@ -1,9 +1,9 @@
-// What Python calls.
+// The functions that Python calls.
 #include "product.h"
 
 int32_t abi(void) { return ABI; }
 
-// Return the scratch memory that a product of M rows needs, at any address.
+// Return the bytes of scratch memory that a product of M rows needs. It may begin at any address.
 int64_t product_bytes(const Weight *weight, int64_t M, int threads) {
     Product product = {.weight = *weight, .M = M};
     int64_t bytes = takes_panels(&product)     ? panels_bytes(&product, threads)
@@ -28,7 +28,7 @@ void product(const Weight *weight, const void *x, const uint8_t *qdata, const vo
     else multiply_float8(&product, threads, memory);
 }
 
-// Return the scratch memory that `dequantize` needs, at any address.
+// Return the bytes of scratch memory that `dequantize` needs. It may begin at any address.
 int64_t dequantized_bytes(const Weight *weight, int threads) {
     Product product = {.weight = *weight};
     return threads * row_bytes(&product) + ALIGNMENT;

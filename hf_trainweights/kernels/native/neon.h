@@ -1,13 +1,14 @@
-// Vectors of ARM's NEON with products of bytes, which CPUs have from ARMv8.2 on. It has the functions of avx2.h, but for
-// those for single numbers. A `count` of elements may be more than a vector holds, and of floats negative.
+// Vectors of ARM's NEON with products of bytes, which CPUs have from ARMv8.2 on. The functions are those of avx2.h,
+// except the ones for single numbers. A `count` of elements may be more than a vector holds, and a count of floats may
+// be negative.
 #pragma once
 
-// Bytes in a vector, 32-bit numbers in it, and sums of products that stay in registers: there is room for twice as many,
-// but GCC 12 would load the codes of all rows first, and keep sums in memory.
+// Bytes in a vector, 32-bit numbers in a vector, and the number of sums of products that stay in registers. There are
+// registers for twice as many, but then GCC 12 would load the codes of all rows first and keep sums in memory.
 #define BYTES 16
 #define LANES 4
 #define SUMS 12
-// Products take bytes with a sign, so codes are multiplied as they are.
+// The instruction for products takes signed bytes only, so nothing is added to codes.
 #define BYTE_OFFSET 0
 
 typedef float Floats __attribute__((vector_size(BYTES), aligned(4), may_alias));
@@ -34,17 +35,17 @@ static inline Floats permuted(Floats values, Integers indexes) {
 
 static inline Integers lane_numbers(void) { return (Integers){0, 1, 2, 3}; }
 
-// Add the products of bytes, four in a lane.
+// Add the products of bytes, four to each lane.
 static inline Integers add_products_of_bytes(Integers sums, Integers codes, Integers digits) {
     return vdotq_s32(sums, (int8x16_t)codes, (int8x16_t)digits);
 }
 
-// Add the products of numbers of 16 bits, two in a lane.
+// Add the products of numbers of 16 bits, two to each lane.
 static inline Integers add_products_of_words(Integers sums, Words a, Words b) {
     return vmlal_high_s16(vmlal_s16(sums, vget_low_s16(a), vget_low_s16(b)), a, b);
 }
 
-// Copy the last bytes of a row, and zeros behind them, to where a whole vector can be read.
+// Copy the last bytes of a row to `room`, with zeros behind them, so that a full vector can be read there.
 static inline const void *with_zeros(const void *from, int64_t count, void *room, int64_t room_bytes) {
     memset(room, 0, room_bytes);
     return count > 0 ? memcpy(room, from, count) : room;
@@ -103,19 +104,19 @@ static inline __attribute__((always_inline)) Integers load_planes(const uint8_t 
     if (bits & 2) {
         int64_t plane;
         memcpy(&plane, from + (bits & 4) * 4, 8);
-        int64x2_t parts = vshlq_s64(vdupq_n_s64(plane), (int64x2_t){-(column >> 2), -(column >> 2) - 2});
-        codes |= ((Integers)parts & all_bytes(3)) << (bits & 4);
+        int64x2_t shifted = vshlq_s64(vdupq_n_s64(plane), (int64x2_t){-(column >> 2), -(column >> 2) - 2});
+        codes |= ((Integers)shifted & all_bytes(3)) << (bits & 4);
     }
     if (bits & 1) {
         int32_t plane;
         memcpy(&plane, from + (bits & 6) * 4, 4);
-        Integers parts = vshlq_s32(vdupq_n_s32(plane), -(lane_numbers() + all_integers(column >> 2)));
-        codes |= (parts & all_bytes(1)) << (bits & 6);
+        Integers shifted = vshlq_s32(vdupq_n_s32(plane), -(lane_numbers() + all_integers(column >> 2)));
+        codes |= (shifted & all_bytes(1)) << (bits & 6);
     }
     return codes;
 }
 
-// Return the bytes of one half of a vector, none above 127, as numbers of 16 bits.
+// Return the bytes of one half of a vector as numbers of 16 bits; all are below 128.
 static inline Words widen_half(Integers bytes, int half) {
     uint8x16_t all = (uint8x16_t)bytes;
     return (Words)vmovl_u8(half ? vget_high_u8(all) : vget_low_u8(all));
@@ -123,27 +124,27 @@ static inline Words widen_half(Integers bytes, int half) {
 
 static inline Integers load_words(const int16_t *from) { return vmovl_s16(vld1_s16(from)); }
 
-// Return the bytes with a sign of a quarter of a vector, as 32-bit numbers.
+// Return the signed bytes of a quarter of a vector as 32-bit numbers.
 static inline Integers widen_bytes(Integers bytes, int quarter) {
     int8x16_t all = (int8x16_t)bytes;
     int16x8_t half = vmovl_s8(quarter < 2 ? vget_low_s8(all) : vget_high_s8(all));
     return vmovl_s16(quarter & 1 ? vget_high_s16(half) : vget_low_s16(half));
 }
 
-// Return the byte of a table of 16 that each byte, 0 to 15, is the index of.
+// Return table[i] for each byte i, 0 to 15.
 static inline Integers looked_up(const uint8_t table[16], Integers indexes) {
     return (Integers)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)indexes);
 }
 
-// Load `count` codes of float8_e4m3 / 256: as float16 the exponent has one bit more and a larger bias. NaN, which no
-// weight holds, is not kept. Behind them are zeros.
+// Load `count` codes of float8_e4m3 as their values / 256, and zeros behind them. The bits are read as float16, whose
+// exponent has one bit more and a larger bias. NaN, which no weight holds, becomes a number.
 static inline void load_float8(const uint8_t *from, int64_t count, Floats out[2]) {
     Words bits = vmovl_s8(vreinterpret_s8_u8(load_half(from, count))) << 7 & all_words((int16_t)0xbf80);
     out[0] = vcvt_f32_f16(vreinterpret_f16_s16(vget_low_s16(bits)));
     out[1] = vcvt_f32_f16(vreinterpret_f16_s16(vget_high_s16(bits)));
 }
 
-// Pack four vectors of numbers that fit a signed byte, in their order.
+// Pack four vectors of numbers that fit a signed byte into one, in their order.
 static inline Integers pack_bytes(const Integers numbers[4]) {
     int16x8_t low = vcombine_s16(vmovn_s32(numbers[0]), vmovn_s32(numbers[1]));
     int16x8_t high = vcombine_s16(vmovn_s32(numbers[2]), vmovn_s32(numbers[3]));
@@ -152,7 +153,7 @@ static inline Integers pack_bytes(const Integers numbers[4]) {
 
 // Store column i of the rows at `to + i * stride_bytes`.
 static inline void store_transposed(const Integers rows[LANES], int8_t *to, int64_t stride_bytes) {
-    // Rows 0 and 1, then 2 and 3: of columns 0 and 2, and of 1 and 3.
+    // Each vector holds two rows, 0 and 1 or 2 and 3, of two columns: `even` of 0 and 2, `odd` of 1 and 3.
     int64x2_t even = (int64x2_t)vtrn1q_s32(rows[0], rows[1]), odd = (int64x2_t)vtrn2q_s32(rows[0], rows[1]);
     int64x2_t even_below = (int64x2_t)vtrn1q_s32(rows[2], rows[3]), odd_below = (int64x2_t)vtrn2q_s32(rows[2], rows[3]);
     *(Integers *)to = (Integers)vtrn1q_s64(even, even_below);

@@ -1,22 +1,28 @@
-// A product of activations with a quantized weight. Each instruction set has a folder with functions that compute it.
+// The product of activations x with a quantized weight, and words that all files share:
+// - a token is a row of x;
+// - the top of a row is its largest magnitude;
+// - a panel is a copy of some tokens as they are multiplied, which is held while all rows of the weight are read;
+// - digits are the bytes of an integer that stands for an activation, the highest first (bytes/digits.h);
+// - the token scale is the factor of a token's sums of products: an activation is its integer times it.
+// bytes/ multiplies codes with digits, words/ with numbers of 16 bits, and tiles/ many tokens with AVX-512 or AMX.
 #pragma once
 #include <stdint.h>
 
-// A library and the Python code that calls it have the same number: it changes with `Weight` and with any function of
-// interface.c and attention.c.
+// The version of `Weight` and of the functions in interface.c and attention.c. Python uses a library of its own version
+// only, so change both numbers when one of these changes.
 #define ABI 4
 
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
-// What does not change from call to call; `hf_trainweights/kernels/compiled.py` fills it in this order.
+// The description of a weight, the same in each call. `hf_trainweights/kernels/compiled.py` fills it in this order.
 typedef struct {
     int64_t N, K;
-    int64_t group_size;   // columns that share a scale: 4, 8, 16, 32 or a multiple of 64; 0 where a row shares one
+    int64_t group_size;   // columns that share a scale: 4, 8, 16, 32 or a multiple of 64; 0 if a row has one scale
     int32_t dtype;        // of x, the bias and the result
     int32_t scale_dtype;
     int32_t digits;       // bytes that hold an activation: 1, 2, or 3 for float32
-    int32_t bits;         // of an integer code: 8 or 4, of uint 2 to 6; 0 for float8, which has no digits
-    int32_t code_units;   // of uint, else 0
+    int32_t bits;         // of an integer code: 8 or 4, for uint 2 to 6; 0 for float8, whose x has no digits
+    int32_t code_units;   // of uint, else 0: see words/uint.c
     int32_t zero_units;   // likewise
     int32_t codebook;     // whether codes of 4 bits are indices into the values of codebook4
 } Weight;
@@ -26,19 +32,19 @@ typedef struct {
     int64_t M;
     const void *x;         // [M][K]
     const uint8_t *qdata;  // [N][K] codes: int8, or float8, or nibbles of code + 8 with the even column in the low one;
-                           // of uint as formats/planes.py packs them
-    const void *scale;     // [N][G]; of uint and codebook4 [N]
+                           // uint codes as formats/planes.py packs them
+    const void *scale;     // [N][G]; for uint and codebook4 [N]
     const void *bias;      // [N] or NULL
     void *out;             // [M][N]
-    const uint8_t *group_scale, *zero_point;  // of uint [N][G / 2], the first of two groups in the low bits
-                                              // of codebook4 group_scale alone: see scales.h
+    const uint8_t *group_scale, *zero_point;  // for uint [N][G / 2], the first of two groups in the low bits;
+                                              // codebook4 has group_scale alone: see scales.h
 } Product;
 
-// Bytes that scratch memory is aligned to.
+// The alignment of scratch memory, in bytes.
 #define ALIGNMENT 64
-// Tokens whose sums stay in registers while a row of the weight passes.
+// The sums of so many tokens stay in registers while a row of the weight is read.
 #define FEW_ROWS 4
-// A smaller largest magnitude of a row of x counts as this one: its last digit would be worth a subnormal number.
+// A smaller top counts as this one, or the unit of the last digit would be a subnormal number.
 #define SMALLEST_TOP 0x1p-103f
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -48,7 +54,7 @@ static inline int64_t groups_of(const Product *p) {
     return p->weight.group_size ? p->weight.K / p->weight.group_size : 1;
 }
 
-// Return what the integer 1 stands for where activations are integers of so many bytes: `top` is 127 with zeros behind.
+// Return the activation that the integer 1 stands for. `top` is stored as the digit 127 with digits of 0 behind it.
 static inline float unit_of(float top, int digits) {
     return top / 127 * (digits == 3 ? 0x1p-16f : digits == 2 ? 0x1p-8f : 1.0f);
 }
@@ -67,18 +73,18 @@ void multiply_integers(const Product *p, int threads, int8_t *memory);
 void multiply_float8(const Product *p, int threads, int8_t *memory);
 void multiply_uint(const Product *p, int threads, int8_t *memory);
 
-// Write row n of the weight at an element of out, in the dtype of x, with memory of `row_bytes`.
+// Write row n of the weight to out from element `at` on, in the dtype of x. The scratch memory has `row_bytes`.
 int64_t row_bytes(const Product *p);
 void dequantize_row(const Product *p, int64_t n, int64_t at, int8_t *memory);
 int64_t uint_row_bytes(const Product *p);
-// Return some columns of row n, the first a multiple of 64, as integers that the scale of the row multiplies. Zeros fill
-// them up to a multiple of 64.
+// Return some columns of row n as integers, which are to be multiplied by the scale of the row. The first column is a
+// multiple of 64, and zeros fill the integers up to a multiple of 64.
 const int16_t *write_uint_row(const Product *p, int64_t n, int64_t first, int64_t columns, int8_t *memory);
 void dequantize_uint_row(const Product *p, int64_t n, int64_t at, int8_t *memory);
 void dequantize_float8_row(const Product *p, int64_t n, int64_t at);
 
-// Of one to four rows of x with uint2 to uint6, where products of bytes are added in pairs. Tests compile NEON's library
-// with AVX2.
+// Products of one to four tokens with uint2 to uint6 by an instruction of AVX2 that adds products of bytes in pairs.
+// Tests compile NEON's library with AVX2, so __ARM_NEON is asked too.
 #if defined(__AVX2__) && !defined(__ARM_NEON)
 #define FEW_UINT
 static inline int takes_few_uint(const Product *p) { return p->weight.code_units && p->M <= FEW_ROWS; }
@@ -92,7 +98,7 @@ static inline void multiply_few_uint(const Product *p, int threads, int8_t *memo
 }
 #endif
 
-// Of many rows of x: by native/tiles where AVX-512 is, by floats.c where only AVX2 is.
+// Products of many rows of x by panels: native/tiles has them for AVX-512, floats.c for CPUs with AVX2 alone.
 #ifdef __ARM_NEON
 static inline int takes_panels(const Product *p) { return (void)p, 0; }
 static inline int64_t panels_bytes(const Product *p, int threads) { return (void)p, threads; }

@@ -1,8 +1,8 @@
-// The scales of integer codes, and the values of codebook4, as formats/codebook4.py and formats/group_scales.py have them.
+// The scales of integer codes, and the values of codebook4, as in formats/codebook4.py and formats/group_scales.py.
 #pragma once
 #include "vectors.h"
 
-// Bits of the scale of a group of codebook4, and of the part without the sign. Eight of them take so many bytes.
+// Bits of the scale of a group of codebook4, with and without its sign. Eight scales take GROUP_BITS bytes.
 #define GROUP_BITS 7
 #define FACTOR_BITS 6
 
@@ -11,12 +11,12 @@ static const uint8_t CODEBOOK[16] = {1, 28, 50, 67, 81, 94, 106, 117, 128, 139, 
 
 static const float EIGHTHS[8] = {128, 140, 152, 166, 181, 197, 215, 235};
 
-// Write the factors of eight groups, each times a number: a code of 6 bits and a sign each, the lowest first. They are
-// eighths of an octave in 8 bits; code 63 is 1, and code 0 stands for 0.
+// Write the factors of eight groups, each times `number`. `word` holds a code of 6 bits and a sign for each factor, the
+// first in the lowest bits. A step of a code is an eighth of an octave, rounded to 8 bits. Code 63 is 1, code 0 is 0.
 #ifdef __AVX2__
 static inline void write_eight(uint64_t word, float number, float to[8]) {
     const __m256i all = _mm256_set1_epi64x((int64_t)word);
-    // To each eighth, times 2**-15, the octave is added in the exponent.
+    // The octave is added to the exponent of the eighth times 2**-15.
     const __m256 eighths = _mm256_mul_ps(_mm256_loadu_ps(EIGHTHS), _mm256_set1_ps(0x1p-15f));
     __m256i first = _mm256_srlv_epi64(all, _mm256_setr_epi64x(0, 7, 28, 35));
     __m256i second = _mm256_srlv_epi64(all, _mm256_setr_epi64x(14, 21, 42, 49));
@@ -40,10 +40,10 @@ static inline void write_eight(uint64_t word, float number, float to[8]) {
 }
 #endif
 
-// Room for the scales of a row, and to load a vector of them behind the last.
+// Return the floats that the scales of a row take in memory; a vector may be loaded from the last scale on.
 static inline int64_t scale_length(const Product *p) { return round_up(groups_of(p), LANES) + LANES; }
 
-// Write the factors of the groups of a row of codebook4, each times a number.
+// Write the factors of the groups of a row of codebook4, each times `number`.
 static inline void write_factors(const Product *p, int64_t n, float number, float *to) {
     int64_t G = groups_of(p), packed_bytes = (G * GROUP_BITS + 7) / 8;
     const uint8_t *packed = p->group_scale + n * packed_bytes;
@@ -56,7 +56,7 @@ static inline void write_factors(const Product *p, int64_t n, float number, floa
     }
 }
 
-// Return the scale of a row that has one.
+// Return the scale of a row whose format has one scale in a row.
 static inline float row_scale(const Product *p, int64_t n) {
     return load_floats(p->scale, p->weight.scale_dtype, n, 1)[0];
 }
@@ -71,7 +71,7 @@ static inline void write_scales(const Product *p, int64_t n, int64_t padded, flo
         copy_as_float32(p->scale, p->weight.scale_dtype, n * G, G, padded, to);
 }
 
-// Write the scales of some rows as float32, one row after the other, and any numbers up to a whole vector behind them.
+// Write the scales of some rows as float32, one row after the other. Behind them any numbers may fill the last vector.
 static inline void write_scales_of_rows(const Product *p, int64_t first, int64_t rows, float *to) {
     int64_t G = groups_of(p);
     if (!p->weight.codebook)

@@ -1,5 +1,6 @@
-// Vectors, and the dtypes that they are loaded from and stored to: as long as the instructions have them that a file is
-// compiled for, unless it asks for 32 bytes. avx2.h has all functions of avx512.h, and those that native/words needs.
+// Vectors of the CPU, which are loaded from and stored to all dtypes of x. They are as long as the instructions that a
+// file is compiled for allow, unless it defines VECTORS_OF_32_BYTES. avx2.h has all functions of avx512.h, and more
+// that native/words needs.
 #pragma once
 #include <string.h>
 #include "product.h"
@@ -15,11 +16,11 @@
 #include "avx2.h"
 #endif
 
-// How far ahead of what a row of the weight is read at its codes are fetched. The CPU's own prefetching stops at the end
-// of a page of 4 KB, and a row or two of codes fill one: docs/performance.md, "Thresholds".
+// Codes are fetched into a cache so many bytes before they are read. The CPU's own prefetching stops at the end of a
+// page of 4 KB, which a row or two of codes fill: docs/performance.md, "Thresholds".
 #define FETCHED_BYTES 4096
 
-// Fetch the codes that are read some time after these. An address behind the weight does no harm.
+// Fetch the codes FETCHED_BYTES behind these. An address behind the weight does no harm.
 static inline __attribute__((always_inline)) void fetch_ahead(const uint8_t *codes) {
     __builtin_prefetch(codes + FETCHED_BYTES);
 }
@@ -31,7 +32,7 @@ static inline void copy_as_float32(const void *from, int dtype, int64_t index, i
         *(Floats *)(to + i) = load_floats(from, dtype, index + i, count - i);
 }
 
-// Return the largest magnitude of a row; NaN where the row holds NaN or infinity.
+// Return the top of a row, at least SMALLEST_TOP; NaN if the row holds NaN or infinity.
 static inline float largest_magnitude(const void *x, int dtype, int64_t K) {
     Floats tops[4], faults[4];
     for (int i = 0; i < 4; i++) tops[i] = faults[i] = all_floats(0);
@@ -41,14 +42,14 @@ static inline float largest_magnitude(const void *x, int dtype, int64_t K) {
             tops[i] = larger(tops[i], magnitudes(values));
             faults[i] = multiply_add(values, all_floats(0), faults[i]);  // NaN after NaN or infinity
         }
-    float found = sum_of((faults[0] + faults[1]) + (faults[2] + faults[3]));
+    float fault = sum_of((faults[0] + faults[1]) + (faults[2] + faults[3]));
     float largest = largest_of(larger(larger(tops[0], tops[1]), larger(tops[2], tops[3])));
-    return found != found ? found : largest < SMALLEST_TOP ? SMALLEST_TOP : largest;
+    return fault != fault ? fault : largest < SMALLEST_TOP ? SMALLEST_TOP : largest;
 }
 
-// Return a factor for each lane, of sums over `block` columns, an equal number in each lane: the scale of its group of
-// `size` columns, the first of which is `scale`.
-static inline Floats part_scale(const float *scale, int64_t size, int64_t block) {
+// Return the scale for each lane of a vector of sums. Each lane holds the sum over an equal share of `block` columns,
+// groups have `size` columns, and `scale` points to the scale of the first column.
+static inline Floats span_scale(const float *scale, int64_t size, int64_t block) {
     if (size >= block) return all_floats(*scale);
     return permuted(*(const Floats *)scale, lane_numbers() >> __builtin_ctzll(size * LANES / block));
 }

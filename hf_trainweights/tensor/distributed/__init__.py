@@ -1,1 +1,1 @@
-"""A quantized weight among several ranks: how it is cut, gathered and agreed on."""
+"""A quantized weight among several ranks: cutting it, gathering it, and checking that all ranks have the same one."""

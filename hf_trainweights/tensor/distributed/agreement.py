@@ -1,7 +1,7 @@
-"""Whether the ranks of a distributed run hold the same quantized weights, asked before they depend on it.
+"""The check that all ranks of a distributed run hold the same quantized weights, made before FSDP2 cuts them.
 
-FSDP2 cuts its rows from what each rank has. If ranks differ in a format or a size, their collectives do not fit each
-other, and processes abort or wait forever; if they differ in values alone, the weights become a mixture.
+FSDP2 cuts each rank's shard out of that rank's own weight. If ranks differ in a format or a size, their collectives do
+not fit each other, and processes abort or wait forever. If they differ in values alone, the weights become a mixture.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 def check_shardable(module: nn.Module, group: Any = None) -> None:
     """Check that all ranks hold the same quantized weights and that `fully_shard` can spread them over ranks.
 
-    Every rank must call it, before `fully_shard`; what one rank would raise, all raise.
+    Every rank must call it, before `fully_shard`. An error for one rank is raised on all ranks.
 
     Args:
-        module: The module that is to be spread, with its weights still whole.
-        group: The ranks that are asked; all if None.
+        module: The module that is to be sharded, with its weights still unsharded.
+        group: The ranks that take part; all if None.
 
     Raises:
-        UnsupportedError: A weight is missing on a rank, or differs there in format, shape, dtype or values; or it is
-            stored transposed, as in GPT-2's Conv1D, and its groups cannot be divided by the ranks.
+        UnsupportedError: A weight is missing on a rank, or differs there in format, shape, dtype or values. Or it is
+            stored transposed, as in GPT-2's Conv1D, and its groups cannot be divided among the ranks.
     """
     own = {name: _describe(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
     of_ranks: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(of_ranks, own, group=group)
     for name in sorted({name for described in of_ranks for name in described}):
-        found = [described.get(name, "no weight") for described in of_ranks]
-        if len(set(found)) > 1:
-            other = next(rank for rank, text in enumerate(found) if text != found[0])
+        texts = [described.get(name, "no weight") for described in of_ranks]
+        if len(set(texts)) > 1:
+            other = next(rank for rank, text in enumerate(texts) if text != texts[0])
             raise UnsupportedError(
                 name,
                 "the same weight on all ranks",
-                f"{found[0]} on rank 0 and {found[other]} on rank {other}",
+                f"{texts[0]} on rank 0 and {texts[other]} on rank {other}",
                 "Let all ranks load one checkpoint with one configuration, or set one seed before the model is made.",
             )
     ranks = dist.get_world_size(group)
@@ -55,12 +55,12 @@ def check_shardable(module: nn.Module, group: Any = None) -> None:
 
 
 def _describe(parameter: Tensor) -> str:
-    """Return what must be the same on all ranks; of a float weight, which wrappers make equal, not the values."""
+    """Describe the properties that must be the same on all ranks; wrappers make the values of float weights equal."""
     if not isinstance(parameter, QuantizedTensor):
         return f"a {parameter.dtype} weight of shape {tuple(parameter.shape)}"
     stored = [] if parameter.is_meta else parameter.tensors.values()
-    # A sum would not tell rows that are exchanged.
-    digests = [zlib_ng.crc32(each.contiguous().view(torch.uint8).cpu().numpy()) for each in stored]
+    # A sum would not notice that rows are exchanged.
+    digests = [zlib_ng.crc32(tensor.contiguous().view(torch.uint8).cpu().numpy()) for tensor in stored]
     transposed = ", transposed" * parameter.transposed
     shown = f"{parameter.dtype} with scales in {parameter.scale_dtype}, bytes of CRC-32 {digests}"
     return f"a weight in {parameter.format} of shape {tuple(parameter.shape)}{transposed}, {shown}"

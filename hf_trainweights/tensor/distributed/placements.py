@@ -1,4 +1,4 @@
-"""What ranks hold of tensors: the rows and columns that a DTensor's placements give to each of them."""
+"""The shards of tensors on ranks: the rows and columns that a DTensor's placements give to each rank."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from hf_trainweights.formats.cutting import can_cut_columns
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-# Half-open, in elements of one dimension of the stored weight.
+# Start and end, in elements of one dimension of the stored weight; the end is excluded.
 Interval = tuple[int, int]
 
 
 class Placed(NamedTuple):
-    """A weight and how it is cut.
+    """A weight and the way it is cut.
 
     Args:
         name: Full name of the weight.
         format: Its format.
         transposed: As for `QuantizedTensor`.
-        whole: The parameter that it is to be or is, which says shape, mesh and placements.
-        plan: What cuts it, for errors: the style of a tensor-parallel plan.
+        whole: The weight's parameter, or the one that it is to replace, with its unsharded shape, mesh and placements.
+        plan: The style of the tensor-parallel plan that cuts it, for errors.
     """
 
     name: str
@@ -38,24 +38,24 @@ class Placed(NamedTuple):
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Shape of the whole stored weight, `[*, N, K]`."""
+        """Shape of the unsharded stored weight, `[*, N, K]`."""
         *lead, N, K = self.whole.shape
         return (*lead, K, N) if self.transposed else (*lead, N, K)
 
     @property
     def stored_dims(self) -> list[int | None]:
-        """For each dimension of the mesh the stored dimension that is cut along it; None where all hold the same."""
+        """For each dimension of the mesh, the stored dimension that is cut along it; None if ranks hold the same."""
         last, dims = self.whole.dim() - 1, [getattr(placement, "dim", None) for placement in self.whole.placements]
         dims = [None if dim is None else dim % (last + 1) for dim in dims]
         return [2 * last - 1 - dim if self.transposed and dim is not None and dim >= last - 1 else dim for dim in dims]
 
     def own_intervals(self) -> list[list[Interval]]:
-        """Return what this rank holds of each dimension of the stored weight."""
-        # A rank that is not in the mesh holds nothing; what it is told does not matter.
+        """Return the intervals of each stored dimension that this rank holds."""
+        # A rank that is not in the mesh holds no shard, and any answer will do.
         return self.intervals(self.whole.device_mesh.get_coordinate() or [0] * self.whole.device_mesh.ndim)
 
     def gathered_rows(self) -> int | None:
-        """Return how many rows, or experts, each rank sends where FSDP gathers; None where it does not.
+        """Return how many rows, or experts, each rank sends when FSDP gathers; None if FSDP does not cut the weight.
 
         The last ranks may hold fewer and send padding.
         """
@@ -64,12 +64,12 @@ class Placed(NamedTuple):
         own = mesh.get_coordinate()
         if own is None or not any(gathers):
             return None
-        # The first of the ranks that gather from each other has the most.
-        first = [0 if gathered else place for place, gathered in zip(own, gathers, strict=True)]
+        # Among the ranks that gather from each other, the first one has the most rows.
+        first = [0 if gathered else position for position, gathered in zip(own, gathers, strict=True)]
         return sizes_of(self.intervals(first))[0]
 
     def intervals(self, coordinate: Sequence[int]) -> list[list[Interval]]:
-        """Return what the rank at a place of the mesh holds of each dimension of the stored weight."""
+        """Return the intervals of each stored dimension that the rank at a coordinate of the mesh holds."""
         own = [torch.arange(size, device="cpu") for size in self.stored_shape]
         mesh_shape, placements = self.whole.device_mesh.shape, self.whole.placements
         for placement, dim, rank, ranks in zip(placements, self.stored_dims, coordinate, mesh_shape, strict=True):
@@ -79,7 +79,7 @@ class Placed(NamedTuple):
 
 
 def is_distributed(tensor: object) -> TypeGuard[DTensor]:
-    """Return whether a tensor is a DTensor, of which this rank may hold a part."""
+    """Return whether a tensor is a DTensor, of which this rank may hold a shard."""
     if not torch.distributed.is_available():
         return False
     from torch.distributed.tensor import DTensor
@@ -88,16 +88,16 @@ def is_distributed(tensor: object) -> TypeGuard[DTensor]:
 
 
 def local_tensor(tensor: Any) -> Any:
-    """Return what this rank holds of a tensor: the local part of a DTensor, any other tensor itself."""
+    """Return this rank's shard of a DTensor, or any other tensor itself."""
     if not is_distributed(tensor):
         return tensor
-    # With gradients it would be an alias that is recorded.
+    # While gradients are enabled autograd would record an alias of the shard.
     with torch.no_grad():
         return tensor.to_local()
 
 
 def with_local(tensor: DTensor, local: Tensor) -> DTensor:
-    """Return a DTensor of the shape, mesh and placements of another one, with another local part, which is kept."""
+    """Return a DTensor like another one, but with another local shard, which is not copied."""
     from torch.distributed.tensor import DTensor
 
     mesh, shape, stride = tensor.device_mesh, tensor.shape, tensor.stride()
@@ -105,33 +105,33 @@ def with_local(tensor: DTensor, local: Tensor) -> DTensor:
 
 
 def check_parts(placed: Placed) -> None:
-    """Check that a weight can be cut for all ranks, each of which finds the same; UnsupportedError: it cannot."""
+    """Check that a weight can be cut for all ranks; UnsupportedError: it cannot. Each rank comes to the same result."""
     form, shape, ranks_along = placed.format, placed.stored_shape, placed.whole.device_mesh.shape
     for dim, size in enumerate(shape):
         cuts_columns = dim == len(shape) - 1
-        parts = [torch.arange(size, device="cpu")]
+        shards = [torch.arange(size, device="cpu")]
         for placement, cut, ranks in zip(placed.whole.placements, placed.stored_dims, ranks_along, strict=True):
             if cut == dim:
-                parts = [each for part in parts for each in _cut(part, placement, ranks)]
-        for part in parts:
-            sizes = (*shape[:dim], len(part), *shape[dim + 1 :])
-            whole_groups = not cuts_columns or all(can_cut_columns(form, size, *run) for run in _runs(part))
-            if 0 in sizes or not whole_groups or form.fallback((*shape[:-1], sizes[-1])) != form:
+                shards = [smaller for shard in shards for smaller in _cut(shard, placement, ranks)]
+        for shard in shards:
+            sizes = (*shape[:dim], len(shard), *shape[dim + 1 :])
+            keeps_groups = not cuts_columns or all(can_cut_columns(form, size, *run) for run in _runs(shard))
+            if 0 in sizes or not keeps_groups or form.fallback((*shape[:-1], sizes[-1])) != form:
                 raise _uncuttable(placed, sizes)
 
 
 def _cut(indices: Tensor, placement: Any, ranks: int) -> list[Tensor]:
-    """Return the indices that each rank along a dimension of the mesh gets of those that they share."""
-    # A packed weight, such as gate and up, is cut within each of its parts.
-    packed = [part.chunk(ranks) for part in indices.chunk(getattr(placement, "split_factor", 1))]
-    none = indices[:0]
+    """Divide indices among the ranks along a dimension of the mesh."""
+    # A packed weight, such as gate and up, is cut within each of the weights that it is packed of.
+    packed = [weight.chunk(ranks) for weight in indices.chunk(getattr(placement, "split_factor", 1))]
+    empty = indices[:0]
     return [
-        torch.cat([none, *(part for chunks in packed for part in chunks[rank : rank + 1])]) for rank in range(ranks)
+        torch.cat([empty, *(chunk for chunks in packed for chunk in chunks[rank : rank + 1])]) for rank in range(ranks)
     ]
 
 
 def _runs(indices: Tensor) -> list[Interval]:
-    """Return increasing indices as intervals."""
+    """Return the intervals that increasing indices make up."""
     if not len(indices):
         return []
     last = (indices.diff() != 1).nonzero().flatten()
@@ -140,13 +140,13 @@ def _runs(indices: Tensor) -> list[Interval]:
 
 
 def sizes_of(intervals: Sequence[Sequence[Interval]]) -> tuple[int, ...]:
-    """Return the shape of a part."""
+    """Return the shape of a shard that has these intervals of each dimension."""
     return tuple(sum(end - start for start, end in runs) for runs in intervals)
 
 
-def _uncuttable(placed: Placed, part: Sequence[int]) -> UnsupportedError:
+def _uncuttable(placed: Placed, shard_shape: Sequence[int]) -> UnsupportedError:
     ranks = " x ".join(map(str, placed.whole.device_mesh.shape))
-    sizes = f"{tuple(part)} of [*, N, K] = {placed.stored_shape}"
+    sizes = f"{tuple(shard_shape)} of [*, N, K] = {placed.stored_shape}"
     return UnsupportedError(
         placed.name,
         f"a weight in {placed.format} that {placed.plan} can cut for {ranks} ranks between its groups",

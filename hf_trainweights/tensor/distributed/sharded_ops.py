@@ -1,7 +1,7 @@
-"""What `fully_shard` and DTensor ask of a quantized weight beyond what any module does; importing this registers it.
+"""Handlers of the ops that `fully_shard` and DTensor need for a quantized weight; importing this registers them.
 
 FSDP allocates each shard by `new_zeros`, copies a chunk of the weight into it, and keeps a flat view of it. Between
-ranks a weight travels stored tensor by stored tensor: `DTensor.full_tensor` gathers the rows of all ranks, and
+ranks the stored tensors of a weight are sent one by one: `DTensor.full_tensor` gathers the rows of all ranks, and
 `distribute_tensor` scatters them.
 """
 
@@ -35,14 +35,14 @@ _view = HANDLERS[aten.view.default]
 _split_rows = HANDLERS[aten.split.Tensor]
 _slice_rows = HANDLERS[aten.slice.Tensor]
 
-# What accelerate sets in the environment when FSDP is to load in this way.
+# Variables that accelerate sets if FSDP is to load on the first rank, which then sends the weights to the others.
 _SENT_FROM_FIRST_RANK = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 
 
 class FlatWeight(Tensor):
-    """What `weight.view(-1)` is among several ranks: the float weight, made at each use, so that it takes no memory.
+    """The result of `weight.view(-1)` among several ranks, which is dequantized at each use and takes no memory.
 
-    FSDP keeps such a view of every shard and never reads it. A dequantized one would take the memory of the float
+    FSDP keeps such a view of every shard and never reads it. A dequantized view would take the memory of the float
     weight.
     """
 
@@ -58,7 +58,7 @@ class FlatWeight(Tensor):
         return flat
 
     def to_float(self) -> Tensor:
-        """Return the values as a tensor that holds them, read-only."""
+        """Return the values as a read-only tensor with memory of its own."""
         return read_only(self.weight.dequantize().reshape(-1))
 
     def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
@@ -85,9 +85,9 @@ def _among_ranks() -> bool:
 
 @implements(aten._to_copy.default)
 def _move(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> Any:
-    """Refuse to give the memory up where accelerate is about to send all weights from the first rank as floats.
+    """Refuse a move to the meta device if accelerate is about to send all weights as floats from the first rank.
 
-    Every rank comes here, so every rank gets the error. Later only the first rank would, while the others wait.
+    Every rank comes here, so every rank gets the error. Later only the first rank would get it, while the others wait.
     """
     device = kwargs.get("device")
     if device is not None and device.type == "meta" and _among_ranks() and all(map(_is_on, _SENT_FROM_FIRST_RANK)):
@@ -106,9 +106,9 @@ def _is_on(variable: str) -> bool:
 
 @implements(aten.new_zeros.default)
 def _new_zeros(func: Any, tensor: QuantizedTensor, size: Sequence[int], **kwargs: Any) -> Any:
-    """Return a quantized weight for the rows of a shard; for any other size, and outside of ranks, float zeros."""
-    same = tuple(size[1:]) == tuple(tensor.shape[1:]) and len(size) == tensor.dim()
-    if not _among_ranks() or not same or any(kwargs.values()):
+    """Return a quantized weight if the size is that of a shard of rows among ranks, else float zeros."""
+    is_shard = tuple(size[1:]) == tuple(tensor.shape[1:]) and len(size) == tensor.dim()
+    if not _among_ranks() or not is_shard or any(kwargs.values()):
         return _new_tensor(func, tensor, size, **kwargs)
     if not tensor.can_be_cut(size[0]):
         raise UnsupportedError(
@@ -122,30 +122,30 @@ def _new_zeros(func: Any, tensor: QuantizedTensor, size: Sequence[int], **kwargs
 
 @implements(aten.split.Tensor)
 def _split(func: Any, tensor: QuantizedTensor, size: int, dim: int = 0) -> Any:
-    """Cut a weight that is stored transposed by columns, as FSDP does with its first dimension."""
+    """Cut a transposed weight by columns: these are its first dimension, along which FSDP cuts."""
     by_columns = _among_ranks() and tensor.is_cut_by_columns and dim == 0 and tensor.can_be_cut(size)
     return tensor.chunks(size) if by_columns else _split_rows(func, tensor, size, dim)
 
 
 @implements(aten.slice.Tensor)
 def _slice(func: Any, tensor: QuantizedTensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Any:
-    """Let the first rows of a shard know what the shard knew: FSDP keeps the padded one and shows these."""
-    part = _slice_rows(func, tensor, dim, start, end, step)
-    if tensor.padded_rows is not None and isinstance(part, QuantizedTensor) and dim == 0 and not start:
-        part.padded_rows = tensor.padded_rows
-    return part
+    """Give the first rows of a shard its `padded_rows`: FSDP keeps the padded shard and shows its own rows."""
+    rows = _slice_rows(func, tensor, dim, start, end, step)
+    if tensor.padded_rows is not None and isinstance(rows, QuantizedTensor) and dim == 0 and not start:
+        rows.padded_rows = tensor.padded_rows
+    return rows
 
 
 @replaces(Tensor.is_contiguous)
 def _is_contiguous(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Say yes of transposed weights: what FSDP means to ask is whether it may cut their first dimension."""
+    """Answer True for transposed weights, too: FSDP asks this to learn whether it may cut their first dimension."""
     del args, kwargs
     return True if isinstance(tensor, QuantizedTensor) and _among_ranks() else NotImplemented
 
 
 @implements(aten.clone.default)
 def _clone(func: Any, tensor: QuantizedTensor, memory_format: torch.memory_format | None = None) -> Any:
-    """Let `contiguous`, which DTensor calls, agree with `is_contiguous`."""
+    """Return a copy that stays transposed, because DTensor's `contiguous` has to agree with `is_contiguous`."""
     return _copy_of(func, tensor, None if _among_ranks() else memory_format)
 
 
@@ -162,16 +162,16 @@ def _cut_padding(
 ) -> Any:
     """Cut off the rows that padding has added."""
     del func
-    rows = tuple(size[1:]) == tuple(tensor.shape[1:]) and size[0] <= tensor.shape[0]
+    are_rows = tuple(size[1:]) == tuple(tensor.shape[1:]) and size[0] <= tensor.shape[0]
     strides = (tensor.stride(), torch.empty(tensor.shape, device="meta").stride())
-    if not rows or tuple(stride) not in strides or offset:
+    if not are_rows or tuple(stride) not in strides or offset:
         return NotImplemented
     return _slice_rows(aten.slice.Tensor, tensor, 0, 0, size[0])
 
 
 @implements(aten.constant_pad_nd.default)
 def _pad(func: Any, tensor: QuantizedTensor, pad: Sequence[int], value: Any = 0) -> Any:
-    """Add rows behind the others, as many for a collective as other ranks have."""
+    """Add rows at the end, so that a collective gets the same number from all ranks."""
     del func
     if len(pad) != 2 * tensor.dim() or any(pad[:-1]) or pad[-1] < 0 or value or tensor.is_cut_by_columns:
         return NotImplemented
@@ -180,11 +180,11 @@ def _pad(func: Any, tensor: QuantizedTensor, pad: Sequence[int], value: Any = 0)
 
 @implements(aten.is_pinned.default)
 def _is_pinned(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> bool:
-    return all(func(held, *args, **kwargs) for held in tensor.held.tensors.values())
+    return all(func(stored, *args, **kwargs) for stored in tensor.held.tensors.values())
 
 
 def _gather(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
-    # It waits at once. PyTorch would wait for the wrapper, which no collective writes, and read the codes too early.
+    # Wait at once: PyTorch would wait for the wrapper, to which no collective writes, and read the codes too early.
     def gather(stored: Tensor) -> Tensor:
         gathered = func(as_bytes(stored.contiguous()), *args, **kwargs)
         return torch.ops._c10d_functional.wait_tensor.default(gathered).view(stored.dtype)
@@ -198,7 +198,7 @@ def _wait(func: Any, tensor: QuantizedTensor) -> Any:
 
 
 def _scatter(func: Any, outputs: Sequence[Any], inputs: Sequence[Sequence[Any]], *args: Any) -> Any:
-    """Let the first rank send the others their rows: `distribute_tensor`, with which a full state dict is loaded."""
+    """Let the first rank send the other ranks their rows, as `distribute_tensor` does to load a full state dict."""
     weights = [*outputs, *(weight for row in inputs for weight in row)]
     if not all(isinstance(weight, QuantizedTensor) for weight in weights):
         raise unsupported_collective(func)

@@ -1,7 +1,7 @@
-"""Parts of a quantized weight that ranks hold: cut out of the whole weight, and gathered into it again.
+"""The shards of a quantized weight that ranks hold: cut out of the unsharded weight, and gathered into it again.
 
-A part is a quantized weight too. What a stored tensor holds for all rows or columns alike, such as the one scale of a
-row that is cut along K, every rank holds.
+A shard is a quantized weight, too. Every rank holds the entries of stored tensors that serve all rows or columns alike,
+such as the one scale of a row that is cut along K.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 def has_own_codes(placed: Placed) -> bool:
-    """Return whether a part that is cut out of the float weight is quantized to the very codes of the whole weight.
+    """Return whether a rank can quantize its shard of the float weight and get the codes of the unsharded weight.
 
-    So it is where the part shares no stored tensor with another: what is stored of it then depends on nothing else. The
-    scale of a row that is cut along K depends on the whole row, and what rows share on all of them.
+    It can if the shard shares no entry of a stored tensor with other shards. The scale of a row that is cut along K
+    depends on all columns of the row, and tensors that rows share depend on all rows.
     """
     form, shape = placed.format, placed.stored_shape
     intervals = placed.own_intervals()
@@ -38,9 +38,9 @@ def has_own_codes(placed: Placed) -> bool:
 
 
 def cut(weight: QuantizedTensor, whole: DTensor, name: str = "weight", plan: str = "its placements") -> QuantizedTensor:
-    """Return the part of a weight that this rank is to hold, as `whole` is cut, in contiguous copies.
+    """Return this rank's shard of a weight, cut by the placements of `whole`, in contiguous copies.
 
-    UnsupportedError: as for `check_parts`, whichever rank's part it is.
+    UnsupportedError: `check_parts` raises it, on all ranks, if the shard of any rank cannot be cut.
     """
     placed = Placed(name, weight.format, weight.transposed, whole, plan)
     check_parts(placed)
@@ -50,51 +50,51 @@ def cut(weight: QuantizedTensor, whole: DTensor, name: str = "weight", plan: str
     for dim, runs in enumerate(rows):
         take = functools.partial(_take, dim=dim, runs=runs)
         last = dim == len(shape) - 2
-        tensors = cut_rows(form, tensors, take) if last else {key: take(each) for key, each in tensors.items()}
-    part = sizes_of([*rows, columns])
-    pieces = [cut_columns(form, tensors, (*part[:-1], shape[-1]), start, stop) for start, stop in columns]
+        tensors = cut_rows(form, tensors, take) if last else {key: take(stored) for key, stored in tensors.items()}
+    shard_shape = sizes_of([*rows, columns])
+    pieces = [cut_columns(form, tensors, (*shard_shape[:-1], shape[-1]), start, stop) for start, stop in columns]
     tensors = join_columns(form, pieces, [stop - start for start, stop in columns])
-    return weight.holding({key: each.clone(memory_format=torch.contiguous_format) for key, each in tensors.items()})
+    return weight.holding({key: t.clone(memory_format=torch.contiguous_format) for key, t in tensors.items()})
 
 
 def gather(tensor: DTensor) -> Tensor:
-    """Return the whole of a tensor that ranks hold parts of; all ranks of its mesh must call it.
+    """Return the unsharded tensor of a DTensor; all ranks of its mesh must call it.
 
-    Of a quantized weight the stored tensors travel; no rank sees float values.
+    The ranks send the stored tensors of a quantized weight to each other, never float values.
     """
-    part = local_tensor(tensor)
-    if not isinstance(part, QuantizedTensor):
+    shard = local_tensor(tensor)
+    if not isinstance(shard, QuantizedTensor):
         with torch.no_grad():
             return tensor.full_tensor()
-    form, placed = part.format, Placed("weight", part.format, part.transposed, tensor)
-    sizes = form.tensor_specs(placed.stored_shape, part.scale_dtype)
+    form, placed = shard.format, Placed("weight", shard.format, shard.transposed, tensor)
+    sizes = form.tensor_specs(placed.stored_shape, shard.scale_dtype)
     along_columns = _cut_along_columns(placed, placed.own_intervals())
     rows, columns = tensor.dim() - 2, tensor.dim() - 1
-    whole = {}
-    for key, stored in part.tensors.items():
-        kept = {rows: key in form.shared_names, columns: key not in along_columns}
-        dims = [dim for dim in range(tensor.dim()) if not kept.get(dim)]
+    gathered = {}
+    for key, stored in shard.tensors.items():
+        is_shared = {rows: key in form.shared_names, columns: key not in along_columns}
+        dims = [dim for dim in range(tensor.dim()) if not is_shared.get(dim)]
         size, bits = sizes[key][0], form.bit_packed.get(key)
         if bits is None:
-            whole[key] = _gather(placed, stored, size, dims)
+            gathered[key] = _gather(placed, stored, size, dims)
         else:
-            # Bits of two parts may share a byte: codes travel in bytes of their own.
-            codes = unpack_bits(stored, bits, part.stored_shape[-1] // form.column_step).to(torch.uint8)
-            whole[key] = pack_bits(
+            # Bits of two shards may share a byte, so each code is sent in a byte of its own.
+            codes = unpack_bits(stored, bits, shard.stored_shape[-1] // form.column_step).to(torch.uint8)
+            gathered[key] = pack_bits(
                 _gather(placed, codes, (*size[:-1], placed.stored_shape[-1] // form.column_step), dims), bits
             )
-    return part.holding(whole)
+    return shard.holding(gathered)
 
 
 def _cut_along_columns(placed: Placed, intervals: Sequence[Sequence[Interval]]) -> set[str]:
-    """Return the stored tensors that are cut where K is; the others serve all columns alike."""
+    """Return the names of the stored tensors that a cut along K divides; the others serve all columns alike."""
     form, (*lead, K) = placed.format, placed.stored_shape
-    of_whole, of_part = (form.tensor_specs((*lead, each), torch.float32) for each in (K, sizes_of(intervals)[-1]))
-    return {key for key in of_whole if key in form.bit_packed or of_whole[key][0][-1] != of_part[key][0][-1]}
+    unsharded, sharded = (form.tensor_specs((*lead, size), torch.float32) for size in (K, sizes_of(intervals)[-1]))
+    return {key for key in unsharded if key in form.bit_packed or unsharded[key][0][-1] != sharded[key][0][-1]}
 
 
-def _gather(placed: Placed, part: Tensor, shape: Sequence[int], dims: Collection[int]) -> Tensor:
-    """Return a whole tensor, of `shape`, from the parts of the ranks, which are cut along some of `dims`."""
+def _gather(placed: Placed, shard: Tensor, shape: Sequence[int], dims: Collection[int]) -> Tensor:
+    """Return the unsharded tensor, of `shape`, from the shards of the ranks, which may be cut along `dims` only."""
     from torch.distributed.tensor import DTensor, Replicate
 
     placements = [
@@ -102,18 +102,18 @@ def _gather(placed: Placed, part: Tensor, shape: Sequence[int], dims: Collection
         for placement, dim in zip(placed.whole.placements, placed.stored_dims, strict=True)
     ]
     size, stride = torch.Size(shape), torch.empty(tuple(shape), device="meta").stride()
-    sent = as_bytes(part.contiguous())
-    parts = DTensor.from_local(sent, placed.whole.device_mesh, placements, run_check=False, shape=size, stride=stride)
-    return parts.full_tensor().contiguous().view(part.dtype)
+    sent = as_bytes(shard.contiguous())
+    shards = DTensor.from_local(sent, placed.whole.device_mesh, placements, run_check=False, shape=size, stride=stride)
+    return shards.full_tensor().contiguous().view(shard.dtype)
 
 
 def _moved(placement: Any, dim: int | None) -> Any:
-    """Return the same placement along another dimension."""
+    """Return a placement of the same kind along another dimension."""
     factor = getattr(placement, "split_factor", None)
     return type(placement)(dim) if factor is None else type(placement)(dim, split_factor=factor)
 
 
 def _take(tensor: Tensor, dim: int, runs: Sequence[Interval]) -> Tensor:
-    """Return some entries along a dimension: a view of one run, a copy of several."""
-    parts = [as_bytes(tensor).narrow(dim, start, end - start) for start, end in runs]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim)).view(tensor.dtype)
+    """Return the entries of intervals along a dimension: a view if there is one interval, else a copy."""
+    pieces = [as_bytes(tensor).narrow(dim, start, end - start) for start, end in runs]
+    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)).view(tensor.dtype)

@@ -1,47 +1,49 @@
-// Products of one to four rows of x with integer codes: each row of the weight is read once, in one stream, and a
-// vector of codes is multiplied with the digits of every token while it is in a register.
+// Products of one to four rows of x with integer codes. Each row of the weight is read once, in one stream. A vector of
+// codes is multiplied with the digits of every token while it is in a register. A span is as many columns as have their
+// products added up as integers, before a scale multiplies the sum.
 #include "digits.h"
 #include "integers.h"
 
 typedef struct {
-    float *worth;       // [M]
-    Integers *initial;  // [M][digits][parts]: what sums begin with, so that codes count from their offset
-    int8_t *digits;     // [M][digits][padded K]; for nibbles, of each two vectors those of even columns come first
+    float *token_scales;    // [M]
+    Integers *offset_sums;  // [M][digits][spans]: -offset * the sum of the digits. Sums of products begin with it,
+                            // because codes are too large by the offset
+    int8_t *digits;         // [M][digits][padded K]; for nibbles, a pair of vectors has its even columns first
 } Tokens;
 
-// From so many bytes of digits on, which no longer stay in the first cache, two rows of the weight go side by side and
-// use what is read of the tokens twice. Below it one row after the other is faster: memory is read in one stream.
+// So many bytes of digits no longer stay in the first-level cache, and two rows of the weight are multiplied side by
+// side, so that digits are read half as often. With fewer, one row at a time is faster: memory is read in one stream.
 #define PAIRED_BYTES (24 << 10)
 #define PAIR 2
-// Up to so many sums, each is kept in two halves: a product waits some cycles for the sum before it, in which others
-// can begin. With a weight in the caches, one token takes a fifth less time, and a third less with AVX-VNNI.
+// Up to so many sums, each is computed in two halves: a product waits some cycles for the sum before it, in which the
+// other half can begin. With a weight in the caches, one token takes a fifth less time, and a third less with AVX-VNNI.
 #define HALVED_SUMS 4
 
-// Columns of a vector of codes as they are stored.
+// The codes of so many columns fill a vector.
 #define COLUMNS_OF(BITS) (BYTES * 8 / (BITS))
 
 static int64_t padded_length(const Product *p) { return round_up(p->weight.K, COLUMNS_OF(p->weight.bits)); }
 
-// Columns whose products are added as integers: those of a group, or of the groups within one vector.
-static int64_t part_columns(const Product *p) {
+// Return the columns of a span: those of a row with one scale, of a group, or of the groups within one vector.
+static int64_t span_columns(const Product *p) {
     int64_t size = p->weight.group_size, columns = COLUMNS_OF(p->weight.bits);
     return !size ? padded_length(p) : size < columns ? columns : size;
 }
 
-static int64_t parts_of(const Product *p) { return padded_length(p) / part_columns(p); }
+static int64_t spans_of(const Product *p) { return padded_length(p) / span_columns(p); }
 
 int64_t few_rows_bytes(const Product *p) {
-    return round_up(p->M * 4, BYTES) + p->M * p->weight.digits * (parts_of(p) * BYTES + padded_length(p));
+    return round_up(p->M * 4, BYTES) + p->M * p->weight.digits * (spans_of(p) * BYTES + padded_length(p));
 }
 
 static Tokens tokens_at(const Product *p, int8_t *memory) {
-    Tokens tokens = {.worth = (float *)memory};
-    tokens.initial = (Integers *)(memory + round_up(p->M * 4, BYTES));
-    tokens.digits = (int8_t *)(tokens.initial + p->M * p->weight.digits * parts_of(p));
+    Tokens tokens = {.token_scales = (float *)memory};
+    tokens.offset_sums = (Integers *)(memory + round_up(p->M * 4, BYTES));
+    tokens.digits = (int8_t *)(tokens.offset_sums + p->M * p->weight.digits * spans_of(p));
     return tokens;
 }
 
-// Put the digits of even columns before those of odd ones, as the low and the high halves of bytes hold nibbles.
+// Put the digits of even columns before those of odd ones, because low halves of bytes hold the codes of even columns.
 static void split_columns(int8_t *digits) {
     int8_t even[BYTES], odd[BYTES];
     for (int i = 0; i < BYTES; i++) {
@@ -55,27 +57,27 @@ static void split_columns(int8_t *digits) {
 static void write_token(const Product *p, const Tokens *tokens, int64_t m) {
     const Weight *w = &p->weight;
     const char *x = (const char *)p->x + m * w->K * itemsize(w->dtype);
-    int64_t size = part_columns(p), parts = parts_of(p), length = padded_length(p);
+    int64_t size = span_columns(p), spans = spans_of(p), length = padded_length(p);
     int8_t *digits = tokens->digits + m * w->digits * length;
-    Integers *initial = tokens->initial + m * w->digits * parts, found[3];
+    Integers *offset_sums = tokens->offset_sums + m * w->digits * spans, digit_vectors[3];
     float top = largest_magnitude(x, w->dtype, w->K);
     Floats per_unit = all_floats(1 / unit_of(top, w->digits));
-    tokens->worth[m] = top / 127;
+    tokens->token_scales[m] = top / 127;
     for (int64_t k = 0; k < length; k += BYTES) {
-        write_digits(x, w->dtype, k, w->K, per_unit, w->digits, found);
-        for (int d = 0; d < w->digits; d++) *(Integers *)(digits + d * length + k) = found[d];
+        write_digits(x, w->dtype, k, w->K, per_unit, w->digits, digit_vectors);
+        for (int d = 0; d < w->digits; d++) *(Integers *)(digits + d * length + k) = digit_vectors[d];
     }
     for (int64_t i = 0; w->bits == 4 && i < w->digits * length; i += COLUMNS_OF(4)) split_columns(digits + i);
     for (int d = 0; d < w->digits; d++)
-        for (int64_t part = 0; part < parts; part++) {
+        for (int64_t span = 0; span < spans; span++) {
             Integers sum = all_integers(0);
-            for (int64_t k = part * size; k < (part + 1) * size; k += BYTES)
+            for (int64_t k = span * size; k < (span + 1) * size; k += BYTES)
                 sum = add_products_of_bytes(sum, all_bytes(1), *(Integers *)(digits + d * length + k));
-            initial[d * parts + part] = sum * -offset_of(kind_of(p));
+            offset_sums[d * spans + span] = sum * -offset_of(kind_of(p));
         }
 }
 
-// Add the products of the vector of codes from column k on with each vector of digits.
+// Multiply the vector of codes from column k on with each vector of digits there, and add the products to `products`.
 static inline __attribute__((always_inline)) void add_products(const uint8_t *codes[PAIR], const int8_t *digits,
                                                                int64_t length, int64_t k, int64_t left, int rows,
                                                                int vectors, int kind,
@@ -98,7 +100,7 @@ static inline __attribute__((always_inline)) void add_products(const uint8_t *co
         }
 }
 
-// Add the products of as many pairs of vectors as fit before `end`, and return the column behind them.
+// Add the products of the vectors before `end`, two at a time to the halves of a sum. Return the column behind them.
 static inline __attribute__((always_inline)) int64_t add_in_halves(const uint8_t *codes[PAIR], const int8_t *digits,
                                                                    int64_t length, int64_t end, int rows, int vectors,
                                                                    int kind, Integers products[PAIR][FEW_ROWS * 3]) {
@@ -115,11 +117,11 @@ static inline __attribute__((always_inline)) int64_t add_in_halves(const uint8_t
     return k;
 }
 
-// Fill the sums [rows][FEW_ROWS] of rows of the weight from n on, whose scales lie `scales` apart.
+// Fill the sums [rows][FEW_ROWS] of rows of the weight from n on. The scales of two rows lie `scales` floats apart.
 static inline __attribute__((always_inline)) void multiply_pair(const Product *p, const Tokens *tokens, int64_t n,
                                                                 const float *scale, int64_t scales, int rows, int M,
                                                                 int digits, int kind, float *sums) {
-    int64_t K = p->weight.K, size = part_columns(p), parts = parts_of(p), length = padded_length(p);
+    int64_t K = p->weight.K, size = span_columns(p), spans = spans_of(p), length = padded_length(p);
     int64_t columns = COLUMNS_OF(bits_of(kind));
     int64_t group = p->weight.group_size ? p->weight.group_size : size, groups = size / group;
     const uint8_t *codes[PAIR];
@@ -128,20 +130,20 @@ static inline __attribute__((always_inline)) void multiply_pair(const Product *p
         codes[row] = row_of(p, n + row);
         for (int m = 0; m < M; m++) total[row][m] = all_floats(0);
     }
-    for (int64_t part = 0; part < parts; part++, scale += groups) {
+    for (int64_t span = 0; span < spans; span++, scale += groups) {
         Integers products[PAIR][FEW_ROWS * 3];
-        int64_t k = part * size, end = least(k + size, K);
+        int64_t k = span * size, end = least(k + size, K);
         for (int row = 0; row < rows; row++)
-            for (int i = 0; i < M * digits; i++) products[row][i] = tokens->initial[i * parts + part];
-        // Groups are short, and their sums do not wait for each other.
-        if (rows * M * digits <= HALVED_SUMS && parts == 1)
+            for (int i = 0; i < M * digits; i++) products[row][i] = tokens->offset_sums[i * spans + span];
+        // Groups need no halves: they are short, and the sums of different groups do not wait for each other.
+        if (rows * M * digits <= HALVED_SUMS && spans == 1)
             k = add_in_halves(codes, tokens->digits, length, end, rows, M * digits, kind, products);
-        // Whole vectors without a mask: with one, AMD's Zen 5 takes three times as long for one token in int8.
+        // Full vectors need no mask: with one, AMD's Zen 5 takes three times as long for one token in int8.
         for (; k + columns <= end; k += columns)
             add_products(codes, tokens->digits, length, k, columns, rows, M * digits, kind, products);
         if (k < end) add_products(codes, tokens->digits, length, k, end - k, rows, M * digits, kind, products);
         for (int row = 0; row < rows; row++) {
-            Floats factors = part_scale(scale + row * scales, group, columns);
+            Floats factors = span_scale(scale + row * scales, group, columns);
             for (int m = 0; m < M; m++) {
                 Floats joined = join_digits(products[row] + m * digits, digits);
                 total[row][m] = multiply_add(joined, factors, total[row][m]);
@@ -159,7 +161,7 @@ static inline __attribute__((always_inline)) void multiply_pair(const Product *p
     }
 #define CASES(DIGITS, KIND) CASE(1, DIGITS, KIND) CASE(2, DIGITS, KIND) CASE(3, DIGITS, KIND) CASE(4, DIGITS, KIND)
 
-// The numbers are constants in each case, so that the sums stay in registers.
+// The compiler gets these numbers as constants, so that the sums stay in registers.
 static void multiply_pair_of(const Product *p, const Tokens *tokens, int64_t n, const float *scale, int64_t scales,
                              int rows, float *sums) {
     CASES(1, BYTE_CODES) CASES(2, BYTE_CODES) CASES(3, BYTE_CODES)
@@ -182,7 +184,7 @@ static void multiply_rows(const Product *p, const Tokens *tokens, int64_t first,
     }
     Floats bias = p->bias ? load_floats(p->bias, w->dtype, first, count) : all_floats(0);
     for (int64_t m = 0; m < p->M; m++) {
-        Floats values = multiply_add(*(Floats *)results[m], all_floats(tokens->worth[m]), bias);
+        Floats values = multiply_add(*(Floats *)results[m], all_floats(tokens->token_scales[m]), bias);
         store_floats(p->out, w->dtype, m * w->N + first, count, values);
     }
 }

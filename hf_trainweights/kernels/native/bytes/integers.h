@@ -2,7 +2,7 @@
 #pragma once
 #include "../scales.h"
 
-// The kinds of codes: their bits, and what tells nibbles that are indices from those that are numbers.
+// The kinds of codes: the bits of a code, plus 16 for nibbles that are indices into the values of codebook4.
 enum { BYTE_CODES = 8, NIBBLES = 4, INDEXES = 16 + 4 };
 
 static inline int kind_of(const Product *p) { return p->weight.codebook ? INDEXES : p->weight.bits; }
@@ -10,18 +10,18 @@ static inline int bits_of(int kind) { return kind & 15; }
 
 static inline int64_t padded_columns(const Product *p) { return round_up(p->weight.K, BYTES); }
 
-// What codes are stored with, or what is added to them for their products.
+// The number that each code is too large by when it is multiplied: nibbles are stored so, and for bytes it is added.
 static inline int offset_of(int kind) { return kind == NIBBLES ? 8 : BYTE_OFFSET; }
 
 static inline const uint8_t *row_of(const Product *p, int64_t n) {
     return p->qdata + n * (p->weight.K * p->weight.bits >> 3);
 }
 
-// The values of codebook4 that nibbles are the indices of, each plus the offset.
+// Return the values of codebook4 at the indices, each plus the offset.
 static inline Integers values_of(Integers nibbles) { return looked_up(CODEBOOK, nibbles) ^ all_bytes(128 - BYTE_OFFSET); }
 
-// A vector of codes of a row from column k on, each plus the offset; behind the `left` codes that the row has there are
-// any codes, which meet digits of 0.
+// Return a vector of codes of a row from column k on, each plus the offset. Behind the `left` codes that the row still
+// has there may be any codes: the digits there are 0.
 static inline Integers load_codes(const uint8_t *row, int kind, int64_t k, int64_t left) {
     if (kind == BYTE_CODES) return load_bytes(row + k, left) ^ all_bytes(BYTE_OFFSET);
     Integers nibbles = load_nibbles(row + (k >> 1), left);

@@ -1,25 +1,25 @@
-// Products of many rows of x with integer codes: tokens lie side by side in a vector, and each instruction multiplies
-// four digits of each with four codes of one row of the weight. No reordered copy of the weight is kept: a block of its
-// rows is written once for all tokens as a product takes bytes.
+// Products of many rows of x with integer codes. Tokens lie side by side in the lanes of a vector, and each instruction
+// multiplies four digits of each token with four codes of one row of the weight. No reordered copy of the weight is
+// kept: a block of its rows is unpacked to bytes once for all tokens. The digits of the tokens are called a panel.
 #include "digits.h"
 #include "integers.h"
 
-// Rows of the weight in a block; `ROWS_FOR` divides it.
+// Rows of the weight in a block, a multiple of `ROWS_FOR`.
 #define BLOCK_ROWS 48
 #define MOST_VECTORS 3
-// Digits that are held at a time: half of a second-level cache of 1 MB.
+// Bytes of the digits that are held at a time: half of a second-level cache of 1 MB.
 #define PANEL_BYTES (1 << 19)
 
-// The tokens of one to three vectors.
+// A tile: the tokens of one to three vectors.
 typedef struct {
     int64_t tokens;
     int vectors;
-    float *worth;       // [vectors][LANES]
-    Integers *initial;  // [G][vectors][digits][LANES]: what sums begin with, so that codes count from their offset
-    int8_t *digits;     // [K / 4][vectors][digits][LANES][4]
+    float *token_scales;    // [vectors][LANES]
+    Integers *offset_sums;  // [G][vectors][digits][LANES]: sums of products begin with it, as in few_rows.c
+    int8_t *digits;         // [K / 4][vectors][digits][LANES][4]
 } Tile;
 
-// What a thread multiplies a block of rows with.
+// A thread's memory for a block of rows.
 typedef struct {
     float *sums;     // [BLOCK_ROWS][vectors][LANES]
     float *results;  // [vectors][LANES][BLOCK_ROWS]
@@ -40,7 +40,7 @@ static int64_t tiles_at_once(const Product *p) {
     return fit < 1 ? 1 : least(fit, all);
 }
 
-// Rows a power of two apart would drive each other from the first-level cache.
+// Return the distance of two rows. If it were a power of two, they would drive each other from the first-level cache.
 static int64_t code_stride(const Product *p) { return padded_columns(p) + BYTES; }
 
 static int64_t block_bytes(const Product *p) {
@@ -56,9 +56,9 @@ static Tile tile_at(const Product *p, int8_t *panel, int64_t index, int64_t toke
     Tile tile = {.tokens = least(tile_tokens(p), tokens - index * tile_tokens(p))};
     int8_t *memory = panel + index * tile_bytes(p);
     tile.vectors = (int)((tile.tokens + LANES - 1) / LANES);
-    tile.worth = (float *)memory;
-    tile.initial = (Integers *)(memory + tile.vectors * BYTES);
-    tile.digits = (int8_t *)(tile.initial + groups_of(p) * tile.vectors * p->weight.digits);
+    tile.token_scales = (float *)memory;
+    tile.offset_sums = (Integers *)(memory + tile.vectors * BYTES);
+    tile.digits = (int8_t *)(tile.offset_sums + groups_of(p) * tile.vectors * p->weight.digits);
     return tile;
 }
 
@@ -75,24 +75,24 @@ static inline __attribute__((always_inline)) void write_vector(const Product *p,
                                                                const char *x, int64_t tokens, int dtype, int digits) {
     int64_t K = p->weight.K, row = K * itemsize(dtype), stride = tile->vectors * digits;
     Floats per_unit[LANES];
-    Integers found[3], out[3][LANES];
+    Integers digit_vectors[3], out[3][LANES];
     for (int i = 0; i < LANES; i++) {
         float top = i < tokens ? largest_magnitude(x + i * row, dtype, K) : 1;
-        tile->worth[vector * LANES + i] = top / 127;
+        tile->token_scales[vector * LANES + i] = top / 127;
         per_unit[i] = all_floats(1 / unit_of(top, digits));
         for (int d = 0; d < digits; d++) out[d][i] = all_integers(0);
     }
     for (int64_t k = 0; k < K; k += BYTES) {
         for (int i = 0; i < tokens; i++) {
-            write_digits(x + i * row, dtype, k, K, per_unit[i], digits, found);
-            for (int d = 0; d < digits; d++) out[d][i] = found[d];
+            write_digits(x + i * row, dtype, k, K, per_unit[i], digits, digit_vectors);
+            for (int d = 0; d < digits; d++) out[d][i] = digit_vectors[d];
         }
         for (int d = 0; d < digits; d++)
             store_transposed(out[d], tile->digits + (k / 4 * stride + vector * digits + d) * BYTES, stride * BYTES);
     }
 }
 
-static void write_initial(const Product *p, const Tile *tile, int vector) {
+static void write_offset_sums(const Product *p, const Tile *tile, int vector) {
     int digits = p->weight.digits;
     int64_t stride = (int64_t)tile->vectors * digits * BYTES;
     int64_t size = (p->weight.group_size ? p->weight.group_size : padded_columns(p)) / 4;
@@ -105,24 +105,25 @@ static void write_initial(const Product *p, const Tile *tile, int vector) {
             for (int64_t k = 0; k < size; k++)
                 sums[k % 4] = add_products_of_bytes(sums[k % 4], ones, *(const Integers *)(from + k * stride));
             Integers sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-            tile->initial[(g * tile->vectors + vector) * digits + d] = sum * -offset_of(kind_of(p));
+            tile->offset_sums[(g * tile->vectors + vector) * digits + d] = sum * -offset_of(kind_of(p));
         }
 }
 
-// The dtype and the number of digits are constants in each case.
+// The compiler gets the dtype and the number of digits as constants.
 static void write_tokens(const Product *p, const Tile *tile, int vector, const char *x, int64_t tokens) {
     int dtype = p->weight.dtype, digits = p->weight.digits;
     if (dtype == FLOAT32 && digits == 1) write_vector(p, tile, vector, x, tokens, FLOAT32, 1);
     else if (dtype == FLOAT32) write_vector(p, tile, vector, x, tokens, FLOAT32, 3);
     else if (digits == 1) write_vector(p, tile, vector, x, tokens, dtype, 1);
     else write_vector(p, tile, vector, x, tokens, dtype, 2);
-    write_initial(p, tile, vector);
+    write_offset_sums(p, tile, vector);
 }
 
-// Rows of the weight whose products with so many vectors of digits stay in registers: 16, 12 or 8, and 12, 6 or 4.
+// The number of rows of the weight whose sums with COUNT vectors of digits stay in registers: 16, 12 or 8 with AVX-512,
+// and 12, 6 or 4 with AVX2 and NEON.
 #define ROWS_FOR(COUNT) (SUMS / (COUNT) > 16 ? 16 : SUMS / (COUNT))
 
-// Fill `sums` of some rows of a block with the tokens of a tile.
+// Fill the `sums` of ROWS rows of a block, from `row` on, with the tokens of a tile.
 #define ACCUMULATE(VECTORS, DIGITS)                                                                              \
     static void accumulate_##VECTORS##_##DIGITS(const Product *p, const Tile *tile, const Block *block,          \
                                                 int64_t row) {                                                   \
@@ -135,7 +136,7 @@ static void write_tokens(const Product *p, const Tile *tile, int vector, const c
             Integers products[ROWS][COUNT];                                                                      \
             _Pragma("GCC unroll 16") for (int n = 0; n < ROWS; n++)                                              \
                 _Pragma("GCC unroll 3") for (int v = 0; v < COUNT; v++)                                          \
-                    products[n][v] = tile->initial[g * COUNT + v];                                               \
+                    products[n][v] = tile->offset_sums[g * COUNT + v];                                               \
             for (int64_t k = 0; k < size; k++, digits += COUNT * BYTES, codes += 4) {                            \
                 Integers x[COUNT];                                                                               \
                 _Pragma("GCC unroll 3") for (int v = 0; v < COUNT; v++)                                          \
@@ -179,11 +180,11 @@ static void store_results(const Product *p, const Tile *tile, const Block *block
     const Weight *w = &p->weight;
     for (int v = 0; v < tile->vectors; v++)
         for (int n = 0; n < BLOCK_ROWS; n += LANES) {
-            Floats worth = *(Floats *)(tile->worth + v * LANES);
+            Floats token_scales = *(Floats *)(tile->token_scales + v * LANES);
             Integers sums[LANES];
             for (int i = 0; i < LANES; i++) {
                 Floats sum = *(Floats *)(block->sums + ((n + i) * tile->vectors + v) * LANES);
-                sums[i] = (Integers)(sum * worth);
+                sums[i] = (Integers)(sum * token_scales);
             }
             store_transposed(sums, (int8_t *)(block->results + v * LANES * BLOCK_ROWS + n), BLOCK_ROWS * 4);
         }
@@ -196,8 +197,8 @@ static void store_results(const Product *p, const Tile *tile, const Block *block
     }
 }
 
-// Copy a vector of codes as they are multiplied. Codes of the next block are fetched meanwhile, which saves a tenth of the time of
-// 16 tokens. An address behind the weight does no harm there.
+// Unpack a vector of codes to bytes. Codes of the next block are fetched into a cache meanwhile, which saves a tenth of
+// the time of 16 tokens. An address behind the weight does no harm there.
 static inline void copy_vector(const uint8_t *row, const uint8_t *next, int kind, int64_t k, int64_t left,
                                uint8_t *to) {
     __builtin_prefetch(next + (k * bits_of(kind) >> 3), 0, 2);

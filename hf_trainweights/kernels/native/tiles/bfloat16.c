@@ -1,10 +1,10 @@
-// Tokens and rows of the weight as bfloat16, 32 columns a step: of a pair of steps the first has the even columns where
-// codes are nibbles, and the second the odd ones.
+// Tokens and rows of the weight as bfloat16, 32 columns a step. If codes are nibbles, the first step of a pair has the
+// even columns and the second step the odd ones.
 #include "../bytes/digits.h"
 #include "panel.h"
 
-// What the integer 1 becomes where a row has one scale, which its sums are multiplied with at the end: a power of two,
-// so that codes stay exact, and so small that sums of 65,536 products with codes of 127 are no larger than x.
+// The integer 1 becomes this number if a row has one scale, which its sums are multiplied by at the end. It is a power
+// of two, so that codes stay exact, and so small that sums of 65,536 products with codes of 127 are no larger than x.
 #define CODE_UNIT 0x1p-23f
 
 static const uint16_t EVEN[32] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
@@ -14,7 +14,7 @@ static inline __mmask32 first_of_32(int64_t count) {
     return count >= 32 ? ~0u : count > 0 ? (1u << count) - 1 : 0;
 }
 
-// Write 64 columns of a token, those of two steps.
+// Load 64 columns of a token, in the order of two steps.
 static inline __attribute__((always_inline)) void load_pair(const uint16_t *x, int64_t left, int bits, Integers *first,
                                                             Integers *second) {
     const __m512i low = _mm512_maskz_loadu_epi16(first_of_32(left), x);
@@ -55,7 +55,7 @@ void write_tokens_as_bfloat16(const Panel *panel, int64_t tile) {
 
 static inline Integers rounded(Floats low, Floats high) { return (Integers)_mm512_cvtne2ps_pbh(high, low); }
 
-// Write codes of 8 bits times their scale, or times CODE_UNIT.
+// Write codes of 8 bits times their scales, or times CODE_UNIT if `scale` is NULL.
 static void write_row(const uint8_t *row, int64_t columns, const float *scale, int64_t group, int8_t *to) {
     Floats factor = all_floats(CODE_UNIT);
     for (int64_t k = 0, next = scale ? 0 : -1; k < round_up(columns, 64); k += 32, to += TILE_BYTES) {
@@ -70,8 +70,8 @@ static void write_row(const uint8_t *row, int64_t columns, const float *scale, i
     }
 }
 
-// Write codes of 4 bits times their scale: a group has 16 products, and each code takes its own from that table. In
-// groups of 32 the 64 columns of two steps have two tables, whose 32 numbers fill a vector in any case.
+// Write codes of 4 bits times their scales. A group has only 16 different products, so each code takes its product from
+// a table. A vector has room for two tables, which groups of 32 columns need for the 64 columns of two steps.
 static void write_row_of_nibbles(const uint8_t *row, int64_t columns, Floats codes, const float *scale, int64_t group,
                                  int8_t *to) {
     const __m512i nibble = _mm512_set1_epi16(15);

@@ -6,7 +6,7 @@ static void measure_digits(const Panel *panel, int64_t tile, const char *x, int6
     const Weight *w = &panel->product->weight;
     for (int64_t i = 0; i < tokens; i++) {
         float top = largest_magnitude(x + i * w->K * itemsize(w->dtype), w->dtype, w->K);
-        panel->worth[tile * TILE_ROWS + i] = top / 127;
+        panel->token_scales[tile * TILE_ROWS + i] = top / 127;
         panel->per_unit[tile * TILE_ROWS + i] = 1 / unit_of(top, panel->digits);
     }
 }
@@ -16,20 +16,20 @@ static inline __attribute__((always_inline)) void write_tile(const Panel *panel,
     int64_t row = panel->product->weight.K * itemsize(dtype), steps = steps_of(panel, panel->columns);
     const float *per_unit = panel->per_unit + tile * TILE_ROWS;
     int8_t *to = token_tiles(panel, tile);
-    Integers found[3], out[3][TILE_ROWS];
+    Integers digit_vectors[3], out[3][TILE_ROWS];
     for (int d = 0; d < digits; d++)
         for (int i = 0; i < TILE_ROWS; i++) out[d][i] = all_integers(0);
     for (int64_t s = 0; s < steps; s++) {
         int64_t k = panel->column + s * 64, end = panel->column + panel->columns;
         for (int i = 0; i < tokens; i++) {
-            write_digits(x + i * row, dtype, k, end, all_floats(per_unit[i]), digits, found);
-            for (int d = 0; d < digits; d++) out[d][i] = found[d];
+            write_digits(x + i * row, dtype, k, end, all_floats(per_unit[i]), digits, digit_vectors);
+            for (int d = 0; d < digits; d++) out[d][i] = digit_vectors[d];
         }
         for (int d = 0; d < digits; d++) store_transposed(out[d], to + (d * steps + s) * TILE_BYTES, 64);
     }
 }
 
-// The dtype and the number of digits are constants in each case.
+// The compiler gets the dtype and the number of digits as constants.
 void write_tokens_as_digits(const Panel *panel, int64_t tile) {
     const Product *p = panel->product;
     int64_t first = panel->token + tile * TILE_ROWS, tokens = least(TILE_ROWS, p->M - first);

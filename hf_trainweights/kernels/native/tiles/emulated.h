@@ -1,5 +1,5 @@
-// The instructions for tiles in plain C: tests compile the products with these for CPUs without AMX. The arithmetic
-// gave every bit that a CPU with AMX gave, in 15 million results of random tiles, subnormal numbers included.
+// The instructions for tiles in plain C, with which tests run the products on CPUs without AMX. Their results had the
+// same bits as those of a CPU with AMX for 15 million results of random tiles, subnormal numbers included.
 #pragma once
 #include <math.h>
 
@@ -28,7 +28,7 @@ static inline void add_products_of_bytes_in_tiles(int c, int a, int b) {
 // Subnormal numbers count as 0.
 static inline float flushed(float value) { return fabsf(value) < 0x1p-126f ? copysignf(0, value) : value; }
 
-// Write the numbers of a tile [16 rows][32] with each second number of a row in a half of its own.
+// Write the numbers of a tile [16 rows][32], for each row first the even ones and then the odd ones.
 static inline void widen_tile(int tile, float out[16][2][16]) {
     uint16_t numbers[512];
     memcpy(numbers, emulated_tiles[tile], TILE_BYTES);
@@ -40,7 +40,7 @@ static inline void widen_tile(int tile, float out[16][2][16]) {
     }
 }
 
-// Both halves of the products are summed apart, each product with one rounding.
+// Products of even and of odd numbers are summed apart, with one rounding for each product.
 static inline void add_products_of_bfloat16_in_tiles(int c, int a, int b) {
     float sums[16][16], left[16][2][16], right[16][2][16];
     memcpy(sums, emulated_tiles[c], TILE_BYTES);

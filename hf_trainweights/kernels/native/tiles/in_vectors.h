@@ -1,12 +1,12 @@
-// Products of a step of rows and tokens without tiles, which few CPUs have: tokens lie side by side in a vector, and each
-// number of a row, or two of bfloat16, in all of its lanes.
+// Products by panels on CPUs without tiles. Tokens lie side by side in the lanes of a vector, and each number of a row,
+// or each pair of bfloat16, is copied to all lanes.
 #pragma once
 #include "panel.h"
 
-// Rows whose sums stay in registers, with one vector of tokens or two.
+// The sums of so many rows with one or two vectors of tokens stay in registers.
 #define VECTOR_ROWS 8
-// Steps after which the next rows are taken, so that those of the tokens stay in the second-level cache, and after which
-// sums begin anew: more float32 products in a row would add up their errors.
+// After so many steps the next rows are multiplied, so that these steps of the tokens stay in the second-level cache.
+// Sums begin anew, because the errors of more float32 products in a row would add up.
 #define STEPS_AT_ONCE 64
 
 static inline __attribute__((always_inline)) Floats add_products(Floats sum, Integers x, const int8_t *row, Way way) {
@@ -30,8 +30,8 @@ static inline __attribute__((always_inline)) void multiply_vectors(const int8_t 
             Integers x[2];
             _Pragma("GCC unroll 2") for (int v = 0; v < vectors; v++)
                 x[v] = *(const Integers *)(tokens + v * stride + k * BYTES);
-            // Vector by vector: were both multiplied with a number at once, GCC 12 would put a sum into its register
-            // and move eleven of the sixteen back: 13.6 cycles of Ice Lake instead of 9.1, as llvm-mca has it.
+            // Vector by vector: if both were multiplied with a number at once, GCC 12 would overwrite a register with a
+            // sum and move eleven of the sixteen sums back: 13.6 cycles of Ice Lake instead of 9.1, by llvm-mca.
             _Pragma("GCC unroll 2") for (int v = 0; v < vectors; v++)
                 _Pragma("GCC unroll 8") for (int n = 0; n < VECTOR_ROWS; n++)
                     products[n][v] = add_products(products[n][v], x[v], rows + n * BYTES + k * 4, way);
@@ -44,7 +44,7 @@ static inline __attribute__((always_inline)) void multiply_vectors(const int8_t 
         }
 }
 
-// Fill two tiles of sums with the products of both tiles of rows and one tile of tokens, or four with those of two.
+// Fill two tiles of sums with the products of both tiles of rows and one tile of tokens, or four with two of tokens.
 static inline __attribute__((always_inline)) void multiply_in_vectors(const int8_t *rows, const int8_t *tokens,
                                                                       int64_t stride, int is_pair, int64_t steps,
                                                                       Way way, int8_t *sums) {

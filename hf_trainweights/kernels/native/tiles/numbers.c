@@ -1,9 +1,9 @@
-// Tokens as float32, 16 columns a step, or as the pieces of bfloat16 that float32 and float16 are the sums of, 32 a
-// step; and rows of uint and float8 weights as float32, or bfloat16, or pieces.
+// Tokens and rows written as numbers. Tokens become float32, 16 columns a step, or pieces of bfloat16 whose sums are
+// numbers of float32 or float16, 32 columns a step. Rows of uint and float8 become float32, bfloat16 or pieces.
 #include "panel.h"
 
 #ifdef HAS_TILES
-// Round 32 numbers to bfloat16, and leave of each what that took away from it: nothing of infinity.
+// Return 32 numbers rounded to bfloat16, and subtract the rounded numbers from them. Infinity leaves 0.
 static inline Integers take_piece(Floats numbers[2]) {
     Integers piece = (Integers)_mm512_cvtne2ps_pbh(numbers[1], numbers[0]);
     __m256i halves[2];
@@ -24,15 +24,15 @@ static inline float power_of_two(float number) {
     return number > 0x1p126f ? 0x1p126f : number;
 }
 
-// Write the power of two that each token is divided by, so that tiles, to which numbers below 2^-126 are 0, see it
-// whole. With float8 a token that is not finite stays as it is, and gives what its products give.
+// Write the power of two that each token is divided by. Tiles take numbers below 2^-126 as 0, and would lose small
+// pieces without it. A token that is not finite stays as it is with float8, so that its products are those of float32.
 static void measure_pieces(const Panel *panel, int64_t tile, const char *x, int64_t tokens) {
     const Weight *w = &panel->product->weight;
     for (int64_t i = 0; i < tokens; i++) {
         float top = largest_magnitude(x + i * w->K * itemsize(w->dtype), w->dtype, w->K);
         int is_finite = top == top;
         float unit = is_finite ? power_of_two(top) : 1;
-        panel->worth[tile * TILE_ROWS + i] = is_finite || !w->bits ? unit : top;
+        panel->token_scales[tile * TILE_ROWS + i] = is_finite || !w->bits ? unit : top;
         panel->per_unit[tile * TILE_ROWS + i] = 1 / unit;
     }
 }
@@ -58,7 +58,7 @@ static inline __attribute__((always_inline)) void write_tile(const Panel *panel,
     }
 }
 
-// The dtype and the number of pieces are constants in each case.
+// The compiler gets the dtype and the number of pieces as constants.
 void write_tokens_as_floats(const Panel *panel, int64_t tile) {
     const Product *p = panel->product;
     int64_t first = panel->token + tile * TILE_ROWS, tokens = least(TILE_ROWS, p->M - first);
@@ -83,7 +83,7 @@ void write_tokens_as_floats(const Panel *panel, int64_t tile) {
 }
 #endif
 
-// Write 32 numbers of a row, in pieces or not, and return where its next numbers go.
+// Write 32 numbers of a row, perhaps as pieces, and return the address of its next numbers.
 static inline __attribute__((always_inline)) int8_t *write_numbers(Floats numbers[2], Way way, int pieces, int8_t *to) {
 #ifdef HAS_TILES
     if (way == FLOATS) {
@@ -128,7 +128,7 @@ static inline __attribute__((always_inline)) void write_float8(const Panel *pane
     }
 }
 
-// The way is a constant in each case.
+// The compiler gets the way as a constant.
 void write_rows_as_numbers(const Panel *panel, const Block *block) {
     const Weight *w = &panel->product->weight;
     int64_t tiles = steps_of(panel, panel->columns) * panel->row_pieces;

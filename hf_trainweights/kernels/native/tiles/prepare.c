@@ -1,5 +1,5 @@
-// Whether tiles may be used. Those who compile this library seldom have a CPU that runs it, so it proves itself: once
-// in a process, small products by tiles are compared with the same products without.
+// The check whether tiles may be used. People who compile this library seldom have a CPU that runs it, so it proves
+// itself: once in a process it compares small products by tiles with the same products without tiles.
 #include <stdlib.h>
 #include "panel.h"
 
@@ -7,7 +7,7 @@ int tiles_are_granted = 0;
 
 enum { ROWS = 40, COLUMNS = 192, TOKENS = 20, OTHERWISE = -1 };
 
-// Fill memory with numbers that do not repeat: of bfloat16 between -1 and 1, two of which are one of float32, or bytes.
+// Fill memory with numbers that do not repeat: bytes, or bfloat16 between -1 and 1, two of which make one of float32.
 static void fill(void *numbers, int64_t bytes, int are_floats) {
     uint32_t state = 1;
     for (int64_t i = 0; i < bytes / 2; i++) {
@@ -23,7 +23,7 @@ typedef struct {
     int8_t memory[1 << 20] __attribute__((aligned(ALIGNMENT)));
 } Example;
 
-// Results of 16 bits are rounded twice, to the nearest of 2^-9.
+// Return whether both results agree. Results of 16 bits are rounded twice, by up to 2^-9 each time.
 static int are_close(const Example *example, int dtype) {
     float difference = 0, largest = 0;
     for (int64_t i = 0; i < TOKENS * ROWS; i += LANES) {
@@ -47,8 +47,7 @@ static int equals_others(Example *example, Weight weight, Way way) {
     return are_close(example, weight.dtype);
 }
 
-// Ask for tiles, and return 0 where they may be used, OTHERWISE where they give other results, or the number of the
-// system's error.
+// Ask for tiles. Return 0 if they may be used, OTHERWISE if their results differ, or the number of the system's error.
 int32_t prepare(void) {
     int refused = ask_for_tiles();
     if (refused) return refused;

@@ -1,19 +1,20 @@
-// Products of blocks of 32 rows of the weight with all tokens of a panel. Sums of 32 rows and 32 tokens, a unit, are
-// finished part by part between the steps of the next ones, while tiles multiply.
+// Products of blocks of 32 rows of the weight with all tokens of a panel. The sums of a block with a unit of 32 tokens
+// are finished quarter by quarter between the steps of the next unit, while tiles multiply.
 #include "../bytes/digits.h"
 #include "in_vectors.h"
 #include "panel.h"
 
-// Sums that are to be scaled, added to what was kept of columns before, and kept or stored.
+// Sums of a unit that are still to be finished: to be scaled, added to the partial sums of earlier columns, and stored
+// as results or, if more columns follow, as partial sums.
 typedef struct {
-    int next, count;                // of the parts of 16 rows and 16 tokens: [2 of tokens][2 of rows]
-    int begins, ends;               // whether they are the first sums of their results, and the last
-    int64_t first, token, tokens;   // the first row of the weight and token, and tokens that there are from it on
-    const float *scale, *worth;     // of the first row and token
-    int64_t scales;                 // how far the scales of two rows lie apart
-    const int8_t *sums;             // [2 of tokens][digits][2 of rows], tiles
-    Floats *kept;                   // [PARTS][TILE_ROWS]
-    float *results;                 // [TILE_ROWS of tokens][BLOCK_ROWS]
+    int next, count;                    // the next quarter of the unit to finish, and the number of quarters
+    int begins, ends;                   // whether these columns are the first ones of a row, and the last ones
+    int64_t first, token, tokens;       // the first row of the weight, the first token, and the tokens of x from it on
+    const float *scale, *token_scales;  // of the first row and token
+    int64_t scales;                     // the distance of the scales of two rows
+    const int8_t *sums;                 // [2 of tokens][digits][2 of rows], tiles
+    Floats *partial_sums;               // [QUARTERS][TILE_ROWS]
+    float *results;                     // [TILE_ROWS of tokens][BLOCK_ROWS]
 } Pending;
 
 static void store_results(const Product *p, const Pending *pending, int64_t tile) {
@@ -22,8 +23,8 @@ static void store_results(const Product *p, const Pending *pending, int64_t tile
     for (int64_t n = 0; n < BLOCK_ROWS; n += LANES) {
         Floats bias = p->bias ? load_floats(p->bias, w->dtype, pending->first + n, left - n) : all_floats(0);
         for (int64_t i = 0; i < tokens; i++) {
-            Floats worth = all_floats(pending->worth[tile * TILE_ROWS + i]);
-            Floats values = multiply_add(*(Floats *)(pending->results + i * BLOCK_ROWS + n), worth, bias);
+            Floats token_scale = all_floats(pending->token_scales[tile * TILE_ROWS + i]);
+            Floats values = multiply_add(*(Floats *)(pending->results + i * BLOCK_ROWS + n), token_scale, bias);
             int64_t token = pending->token + tile * TILE_ROWS + i;
             store_floats(p->out, w->dtype, token * w->N + pending->first + n, left - n, values);
         }
@@ -31,16 +32,16 @@ static void store_results(const Product *p, const Pending *pending, int64_t tile
 }
 
 static inline __attribute__((always_inline)) void finish(const Product *p, Pending *pending, Way way, int digits) {
-    int part = pending->next++, tile = part / 2, half = part % 2;
+    int quarter = pending->next++, tile = quarter / 2, half = quarter % 2;
     const int8_t *from = pending->sums + (tile * digits * 2 + half) * TILE_BYTES;
     const float *scale = pending->scale + half * TILE_ROWS * pending->scales;
-    Floats *kept = pending->kept + part * TILE_ROWS, sums[TILE_ROWS];
-    Floats *to = pending->ends ? sums : kept;
+    Floats *partial_sums = pending->partial_sums + quarter * TILE_ROWS, sums[TILE_ROWS];
+    Floats *to = pending->ends ? sums : partial_sums;
     for (int i = 0; i < TILE_ROWS; i++, from += 64) {
         Integers products[3];
         for (int d = 0; d < digits; d++) products[d] = *(const Integers *)(from + d * 2 * TILE_BYTES);
         Floats sum = way == DIGITS ? join_digits(products, digits) : *(const Floats *)from;
-        Floats before = pending->begins ? all_floats(0) : kept[i];
+        Floats before = pending->begins ? all_floats(0) : partial_sums[i];
         to[i] = multiply_add(sum, all_floats(scale[i * pending->scales]), before);
     }
     if (!pending->ends) return;
@@ -55,14 +56,14 @@ static inline __attribute__((always_inline)) void finish(const Product *p, Pendi
         else add_products_of_bfloat16_in_tiles(C, A, B);                \
     } while (0)
 
-// Fill two tiles of sums with the products of both tiles of rows and one tile of tokens, or four with those of two,
-// over some steps. Two of either lie `stride` bytes apart for each of their pieces. Pieces hold 8 bits each: those that
-// come last, of a row and of a token, have products too small for float32.
+// Fill two tiles of sums with the products of both tiles of rows and one tile of tokens over some steps, or four tiles
+// with two of tokens. The two tiles of rows lie `stride` bytes times their pieces apart, and so do those of tokens. A
+// piece holds 8 bits: products of the last pieces of a row with the last ones of a token are too small for float32.
 static inline __attribute__((always_inline)) void multiply_tiles(const Panel *panel, const int8_t *rows,
                                                                  const int8_t *tokens, int64_t stride, int is_pair,
                                                                  int64_t steps, int8_t *sums, Pending *pending,
                                                                  Way way, int digits) {
-    // Constants but where there are pieces.
+    // Both are the constant 1 for the compiler unless numbers are written as pieces.
     int of_row = is_in_pieces(way) ? panel->row_pieces : 1, of_token = is_in_pieces(way) ? panel->token_pieces : 1;
     finish_stores(rows);
     zero_tile(0);
@@ -96,8 +97,8 @@ static inline __attribute__((always_inline)) void multiply_tiles(const Panel *pa
 }
 #endif
 
-// Fetch what the next steps need: in each unit some rows of the next block, and the lines that its results go to. An
-// address behind the weight does no harm there.
+// Fetch some rows of the next block into a cache, a share of them in each unit, and the memory that the results of this
+// unit go to. An address behind the weight does no harm there.
 static void fetch(const Panel *panel, int64_t first, int64_t unit) {
     const Product *p = panel->product;
     const Weight *w = &p->weight;
@@ -113,7 +114,7 @@ static void fetch(const Panel *panel, int64_t first, int64_t unit) {
     }
 }
 
-// Describe what is left to do with the sums of a unit over some steps, of a panel with `steps`.
+// Describe the sums of a unit over `count` steps from `step` on as pending.
 static Pending pending_of(const Panel *panel, const Block *block, int64_t unit, int64_t step, int64_t count,
                           const int8_t *sums) {
     static const float one = 1;
@@ -121,7 +122,7 @@ static Pending pending_of(const Panel *panel, const Block *block, int64_t unit, 
     int64_t column = panel->column + step * step_columns(panel->way), end = panel->column + panel->columns;
     int64_t units = (panel->most_tokens + UNIT_TOKENS - 1) / UNIT_TOKENS, first = unit * UNIT_TOKENS;
     Pending pending = {.first = block->first, .token = panel->token + first, .tokens = panel->tokens - first};
-    pending.count = pending.tokens > TILE_ROWS ? PARTS : PARTS / 2;
+    pending.count = pending.tokens > TILE_ROWS ? QUARTERS : QUARTERS / 2;
     pending.begins = column == 0;
     pending.ends = end == p->weight.K && step + count == steps_of(panel, panel->columns);
     pending.scale = &one;
@@ -129,11 +130,12 @@ static Pending pending_of(const Panel *panel, const Block *block, int64_t unit, 
         pending.scales = scales_of_row(p);
         pending.scale = block->scale + (pending.scales > 1 ? column / group_columns(p) : 0);
     }
-    pending.worth = panel->worth + first;
+    pending.token_scales = panel->token_scales + first;
     pending.sums = sums;
-    pending.kept = (Floats *)block->kept;
+    pending.partial_sums = (Floats *)block->partial_sums;
+    int64_t unit_index = block->first / BLOCK_ROWS * units + unit;
     if (panel->most_columns < p->weight.K)
-        pending.kept = (Floats *)panel->kept + (block->first / BLOCK_ROWS * units + unit) * PARTS * TILE_ROWS;
+        pending.partial_sums = (Floats *)panel->partial_sums + unit_index * QUARTERS * TILE_ROWS;
     pending.results = block->results;
     return pending;
 }
@@ -142,7 +144,7 @@ static inline __attribute__((always_inline)) void multiply_block(const Panel *pa
                                                                  int digits) {
     const Product *p = panel->product;
     int64_t steps = steps_of(panel, panel->columns), stride = steps * TILE_BYTES;
-    // Sums of bytes are scaled group by group, those of bfloat16 when they are complete.
+    // Sums of bytes are scaled group by group. Sums of bfloat16 and float32 are scaled when they are complete.
     int64_t most = is_in_pieces(way) ? STEPS_AT_ONCE : steps;
     if (way == DIGITS && groups_of(p) > 1) most = group_columns(p) / 64;
     int8_t *sums = block->sums, *others = block->sums + SUMS_BYTES;
@@ -171,7 +173,7 @@ static inline __attribute__((always_inline)) void multiply_block(const Panel *pa
     while (pending.next < pending.count) finish(p, &pending, way, digits);
 }
 
-// The way and the number of digits are constants in each case.
+// The compiler gets the way and the number of digits as constants.
 #define CASE(WAY, DIGITS_)                                                                      \
     static void multiply_block_##WAY##_##DIGITS_(const Panel *panel, const Block *block) {      \
         multiply_block(panel, block, WAY, DIGITS_);                                             \

@@ -1,6 +1,7 @@
-// The eight tiles of AMX, of 16 rows of 64 bytes each: to C[m][n] is added the sum over k and i of A[m][k][i] *
-// B[k][n][i], where i counts the four bytes or the two numbers of bfloat16 of 32 bits. The number of a tile has to be a
-// literal. A library for CPUs without AMX has none of them: there in_vectors.h multiplies what tiles would hold.
+// The eight tiles of AMX, of 16 rows of 64 bytes each. An instruction multiplies two tiles A and B: it adds the sum
+// over k and i of A[m][k][i] * B[k][n][i] to C[m][n], where i counts the four bytes or the two numbers of bfloat16 in
+// 32 bits. The number of a tile has to be a literal. In libraries for CPUs without AMX, in_vectors.h multiplies the
+// same memory.
 #pragma once
 #include "../vectors.h"
 
@@ -18,16 +19,16 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// Linux gives tiles to a process that asks for them, for all of its threads and forked children: arch_prctl(2).
+// Linux grants tiles to a process that asks for them, with all of its threads and forked children: arch_prctl(2).
 #define ARCH_REQ_XCOMP_PERM 0x1023
 #define XFEATURE_XTILEDATA 18
 
-// Return 0, or the number of an error: ENOSPC where a thread has too small a stack for signals.
+// Return 0, or the number of an error: ENOSPC if the stack for signals of a thread is too small.
 static inline int ask_for_tiles(void) {
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) ? errno : 0;
 }
 
-// GCC does not know which memory tiles are loaded from, and could move stores behind the load or leave them out.
+// GCC does not know which memory a tile is loaded from. Without this it could move stores behind the load or omit them.
 #define finish_stores(memory) __asm__ volatile("" ::"r"(memory) : "memory")
 
 // Each thread configures tiles before it uses them, because other libraries configure their own, and releases them
@@ -50,7 +51,7 @@ static inline void end_tiles(void) { _tile_release(); }
 
 #define zero_tile(tile) _tile_zero(tile)
 #define load_tile(tile, from) _tile_loadd(tile, from, 64)
-// What is loaded so is not kept in the first-level cache.
+// The CPU does not keep the bytes that this loads in the first-level cache.
 #define stream_tile(tile, from) _tile_stream_loadd(tile, from, 64)
 #define store_tile(tile, to) _tile_stored(tile, to, 64)
 #define add_products_of_bytes_in_tiles(c, a, b) _tile_dpbssd(c, a, b)

@@ -1,13 +1,13 @@
-// Which products take panels, and how.
+// The choice of the products that take panels, and of their way.
 #include "panel.h"
 
-// From more rows of x on, one product of bfloat16 takes less time than two of digits, each of which takes as long in
-// tiles and in vectors: docs/performance.md, "Tiles of AMX" and "Thresholds".
+// For more rows of x than these, one product of bfloat16 takes less time than the two products of an x of two digits,
+// each of which takes as long, in tiles and in vectors: docs/performance.md, "Tiles of AMX" and "Thresholds".
 #define DIGIT_ROWS_OF_INT4 16
 #ifdef HAS_TILES
 #define DIGIT_ROWS_OF_GROUPS 64
 #define DIGIT_ROWS 127
-// Codes of 8 bits with one scale in a row are widened up to so many columns.
+// Codes of 8 bits of a row with one scale are multiplied as bfloat16 up to so many columns.
 #define WIDENED_COLUMNS 768
 #else
 #define DIGIT_ROWS_OF_GROUPS 48
@@ -15,7 +15,7 @@
 #define WIDENED_COLUMNS INT64_MAX
 #endif
 
-// Up to so many rows of x, products without panels take less time: of uint, and of float8 with float32.
+// Up to so many rows of x, products without panels take less time, with uint, and with float8 unless x is bfloat16.
 #define ROWS_WITHOUT_PANELS 8
 
 #ifdef HAS_TILES
@@ -25,7 +25,7 @@
 #endif
 
 #ifdef __AVX512BF16__
-// Whether integer codes are multiplied as bfloat16, not with digits of x.
+// Return whether integer codes are multiplied as bfloat16. Otherwise they are multiplied with digits of x.
 static int are_widened(const Product *p) {
     const Weight *w = &p->weight;
     if (w->dtype != BFLOAT16 || w->digits == 1) return 0;
@@ -34,7 +34,7 @@ static int are_widened(const Product *p) {
     return p->M > DIGIT_ROWS && w->K <= WIDENED_COLUMNS;
 }
 
-// Groups that no step of columns is cut by.
+// Return whether each group is a number of steps of `columns` columns.
 static int fits(const Product *p, int64_t columns) { return p->weight.group_size % columns == 0; }
 #endif
 

@@ -1,17 +1,17 @@
-// Products with uint2 to uint6 weights. Codes, zero points and group scales are small whole numbers: a row of the weight
-// is written as 16-bit integers with one scale, and multiplied with all tokens.
+// Products with uint2 to uint6 weights. Codes, zero points and group scales are small integers, so a row of the weight
+// is written as 16-bit integers with one scale for the row, and then multiplied with all tokens.
 #include "numbers.h"
 
-// Columns whose codes share their words, and whose integers are computed at once.
+// The codes of so many columns are packed together, as formats/planes.py specifies, and unpacked at once.
 #define COLUMNS 32
-// An integer is at most 63 * 16: sums of products of so many columns fit 32 bits.
+// An integer is at most 63 * 16, so sums of products of so many columns fit 32 bits.
 #define MOST_COLUMNS 512
 
-// What a thread writes of a row.
+// A thread's memory for a row: integer = code * factor - offset, with one factor and one offset for each group.
 typedef struct {
     int16_t *integers;  // [padded K]
-    int16_t *factors;   // [G]: what a code is multiplied with
-    int16_t *offsets;   // [G]: what is subtracted then
+    int16_t *factors;   // [G]
+    int16_t *offsets;   // [G]
 } Row;
 
 int64_t uint_row_bytes(const Product *p) { return (padded_columns(p) + 2 * round_up(groups_of(p), 16)) * 2; }
@@ -41,8 +41,8 @@ static void write_groups(const Product *p, int64_t n, int64_t first, int64_t pai
     }
 }
 
-// Write columns of row n as integers: (code * code_units - zero_point * zero_units) * (group_scale + 1). The first is a
-// multiple of 64, so that no pair of groups is cut.
+// Write columns of row n as integers: (code * code_units - zero_point * zero_units) * (group_scale + 1). The first
+// column is a multiple of 64, so that no pair of groups is cut.
 static inline __attribute__((always_inline)) void write_row(const Product *p, int64_t n, int64_t first, int64_t columns,
                                                             int bits, const Row *row) {
     int shift = p->weight.group_size == 32 ? 5 : 4;
@@ -52,15 +52,15 @@ static inline __attribute__((always_inline)) void write_row(const Product *p, in
         fetch_ahead(codes);
         for (int column = 0; column < COLUMNS; column += BYTES / 2) {
             int64_t group = (k + column) >> shift;
-            Words found = widen_half(load_planes(codes, bits, column & -BYTES), column / (BYTES / 2) & 1);
+            Words widened = widen_half(load_planes(codes, bits, column & -BYTES), column / (BYTES / 2) & 1);
             *(Words *)(row->integers + k + column) =
-                found * all_words(row->factors[group]) - all_words(row->offsets[group]);
+                widened * all_words(row->factors[group]) - all_words(row->offsets[group]);
         }
     }
     for (int64_t k = columns; k < round_up(columns, STEP); k++) row->integers[k] = 0;
 }
 
-// The number of bits is a constant in each case.
+// The compiler gets the number of bits as a constant.
 const int16_t *write_uint_row(const Product *p, int64_t n, int64_t first, int64_t columns, int8_t *memory) {
     Row row = row_in(p, memory);
     if (p->weight.bits == 2) write_row(p, n, first, columns, 2, &row);
@@ -92,7 +92,7 @@ static inline __attribute__((always_inline)) void multiply_row(const int16_t *ro
 #define CASE(M_, WORDS) \
     if (M == M_ && words == WORDS) multiply_row(row, values, padded, M_, WORDS, sums);
 
-// The numbers are constants in each case, so that the sums stay in registers.
+// The compiler gets these numbers as constants, so that the sums stay in registers.
 static void multiply_row_of(const int16_t *row, const int16_t *values, int64_t padded, int64_t M, int words,
                             float *sums) {
     CASE(1, 1) CASE(2, 1) CASE(3, 1) CASE(4, 1) CASE(1, 2) CASE(2, 2) CASE(3, 2) CASE(4, 2)
@@ -108,7 +108,7 @@ static void multiply_tokens(const Product *p, const Numbers *numbers, int64_t to
         float sums[FEW_ROWS];
         multiply_row_of(row, numbers->values + m * words_of(p) * padded, padded, count, words_of(p), sums);
         for (int64_t i = 0; i < count; i++) {
-            float sum = sums[i] * scale * numbers->worth[m + i] + bias;
+            float sum = sums[i] * scale * numbers->token_scales[m + i] + bias;
             store_floats(p->out, w->dtype, (token + m + i) * w->N + n, 1, all_floats(sum));
         }
     }
@@ -130,7 +130,7 @@ static inline __attribute__((always_inline)) void widen(const int16_t *integers,
         store_floats(out, dtype, at + k, LANES, to_floats(load_words(integers + k)) * scale);
 }
 
-// The dtype is a constant in each case.
+// The compiler gets the dtype as a constant.
 void dequantize_uint_row(const Product *p, int64_t n, int64_t at, int8_t *memory) {
     Floats scale = all_floats(row_scale(p, n));
     const int16_t *integers = write_uint_row(p, n, 0, p->weight.K, memory);

@@ -1,5 +1,5 @@
-// Products of one to four tokens with uint2 to uint6 weights. Codes are multiplied as bytes while they are in a register,
-// and zero points with the sums of what x has in each group: sum((code - zero_point) * x) is
+// Products of one to four tokens with uint2 to uint6 weights. Codes are multiplied as bytes while they are in a
+// register. Zero points are multiplied with the sum of x over each group, because sum((code - zero_point) * x) is
 // sum(code * x) - zero_point * sum(x).
 #include "../product.h"
 
@@ -8,15 +8,16 @@
 #include "../bytes/digits.h"
 #include "../scales.h"
 
-// Columns whose codes share their words, and pairs of groups whose zero points are multiplied at once.
+// The codes of so many columns are packed together, and the zero points of so many pairs of groups are multiplied at
+// once.
 #define COLUMNS 32
 #define PAIRS 16
 
 typedef struct {
-    float *worth;      // [M]
-    int8_t *digits;    // [M][digits][K]
-    int16_t *sums;     // [M][digits][2][padded pairs]: of the digits of each first group of a pair, and of each second
-    int16_t *factors;  // [256][16]: what products of two groups of 16 columns are multiplied with, by their scales
+    float *token_scales;  // [M]
+    int8_t *digits;       // [M][digits][K]
+    int16_t *sums;        // [M][digits][2][padded pairs]: sums of digits over the first, and the second, group of pairs
+    int16_t *factors;     // [256][16]: factors of the products of two groups of 16 columns, for each byte of two scales
 } Tokens;
 
 static inline int64_t pairs_of(const Product *p) { return groups_of(p) / 2; }
@@ -29,7 +30,7 @@ int64_t few_uint_bytes(const Product *p) {
 
 static Tokens tokens_at(const Product *p, int8_t *memory) {
     int64_t vectors = p->M * p->weight.digits;
-    Tokens tokens = {.worth = (float *)memory, .digits = memory + round_up(p->M * 4, BYTES)};
+    Tokens tokens = {.token_scales = (float *)memory, .digits = memory + round_up(p->M * 4, BYTES)};
     tokens.sums = (int16_t *)(tokens.digits + vectors * p->weight.K);
     tokens.factors = tokens.sums + vectors * 2 * padded_pairs(p);
     return tokens;
@@ -40,11 +41,12 @@ static void write_token(const Product *p, const Tokens *tokens, int64_t m) {
     const char *x = (const char *)p->x + m * w->K * itemsize(w->dtype);
     int64_t pairs = padded_pairs(p), size = w->group_size;
     float top = largest_magnitude(x, w->dtype, w->K);
-    tokens->worth[m] = top / 127;
+    tokens->token_scales[m] = top / 127;
     for (int64_t k = 0; k < w->K; k += COLUMNS) {
-        Integers found[3];
-        write_digits(x, w->dtype, k, w->K, all_floats(1 / unit_of(top, w->digits)), w->digits, found);
-        for (int d = 0; d < w->digits; d++) *(Integers *)(tokens->digits + (m * w->digits + d) * w->K + k) = found[d];
+        Integers digit_vectors[3];
+        write_digits(x, w->dtype, k, w->K, all_floats(1 / unit_of(top, w->digits)), w->digits, digit_vectors);
+        for (int d = 0; d < w->digits; d++)
+            *(Integers *)(tokens->digits + (m * w->digits + d) * w->K + k) = digit_vectors[d];
     }
     for (int64_t i = m * w->digits; i < (m + 1) * w->digits; i++) {
         const int8_t *digits = tokens->digits + i * w->K;
@@ -64,10 +66,10 @@ static void write_factors_of_pairs(const Product *p, int16_t *factors) {
             factors[16 * pair + i] = (int16_t)((1 + (i < 8 ? pair & 15 : pair >> 4)) * p->weight.code_units);
 }
 
-// Load a vector of bytes of a row, which may be followed by those of the next row, but not by the end of the memory.
+// Load a vector of bytes of a row. It may go on in the next row, but never behind the last row.
 static inline Words load_pairs(const Product *p, const uint8_t *bytes, int64_t at) {
-    __m128i found = load_half(bytes + at, p->weight.N * pairs_of(p) - at);
-    return (Words)_mm256_cvtepu8_epi16(found);
+    __m128i loaded = load_half(bytes + at, p->weight.N * pairs_of(p) - at);
+    return (Words)_mm256_cvtepu8_epi16(loaded);
 }
 
 static inline __attribute__((always_inline)) void subtract_zero_points(const Product *p, const Tokens *tokens, int64_t n,
@@ -100,7 +102,7 @@ static inline __attribute__((always_inline)) void multiply_row(const Product *p,
     for (int v = 0; v < M * digits; v++) products[v] = all_integers(0);
     for (int64_t k = 0, block = 0; k < K; k += COLUMNS, block++, codes += bits * 4) {
         fetch_ahead(codes);
-        // A nibble for each half of the columns; one for both where a group is as wide.
+        // The scales of both halves of the columns; a group of 32 columns gives both halves its scale.
         int pair = is_wide ? (scale[block >> 1] >> 4 * (block & 1) & 15) * 17 : scale[block];
         __m256i factors = *(const __m256i_u *)(tokens->factors + 16 * pair);
         __m256i loaded = (__m256i)load_planes(codes, bits, 0);
@@ -118,7 +120,7 @@ static inline __attribute__((always_inline)) void multiply_row(const Product *p,
         multiply_row(p, tokens, n, M_, DIGITS, BITS, sums);
 #define CASES(DIGITS, BITS) CASE(1, DIGITS, BITS) CASE(2, DIGITS, BITS) CASE(3, DIGITS, BITS) CASE(4, DIGITS, BITS)
 
-// The numbers are constants in each case, so that the sums stay in registers.
+// The compiler gets these numbers as constants, so that the sums stay in registers.
 static void multiply_row_of(const Product *p, const Tokens *tokens, int64_t n, float *sums) {
     CASES(2, 2) CASES(2, 3) CASES(2, 4) CASES(2, 5) CASES(2, 6)
     CASES(3, 2) CASES(3, 3) CASES(3, 4) CASES(3, 5) CASES(3, 6)
@@ -134,7 +136,7 @@ void multiply_few_uint(const Product *p, int threads, int8_t *memory) {
         float sums[FEW_ROWS], scale = row_scale(p, n), bias = p->bias ? load_float(p->bias, w->dtype, n) : 0;
         multiply_row_of(p, &tokens, n, sums);
         for (int64_t m = 0; m < p->M; m++)
-            store_float(p->out, w->dtype, m * w->N + n, sums[m] * scale * tokens.worth[m] + bias);
+            store_float(p->out, w->dtype, m * w->N + n, sums[m] * scale * tokens.token_scales[m] + bias);
     }
 }
 #endif
