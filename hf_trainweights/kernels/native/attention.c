@@ -179,7 +179,7 @@ void load_tokens(const uint8_t *codes, const uint16_t *scales, int64_t heads, in
 // Rows of queries as integers of two digits: a query is `unit` times (256 * high + low).
 typedef struct {
     float unit[TILE];
-    int32_t *initial;  // [TILE][DIGITS][G]: what sums begin with, so that codes count from their offset
+    int32_t *offset_sums;  // [TILE][DIGITS][G]: what sums begin with, so that codes count from their offset
     int8_t *digits;    // [TILE][DIGITS][D]
 } Queries;
 
@@ -189,7 +189,7 @@ typedef struct {
     int32_t *integers;   // [CHUNK]
     int8_t *digits;      // [TILE][DIGITS][CHUNK]: of probabilities times the scales of values
     float unit[TILE];
-    int32_t initial[TILE][DIGITS];
+    int32_t offset_sums[TILE][DIGITS];
     Queries *tiles;
 } Room;
 
@@ -226,7 +226,7 @@ static void write_query(const Attention *a, const void *query, int64_t index, co
     for (int64_t g = 0; g < G; g++) {
         int32_t sums[DIGITS];
         write_two_digits(numbers + g * size, size, high + g * size, low + g * size, sums);
-        EACH(digit, DIGITS) tile->initial[(row * DIGITS + digit) * G + g] = -code_offset(a->key_bits) * sums[digit];
+        EACH(digit, DIGITS) tile->offset_sums[(row * DIGITS + digit) * G + g] = -code_offset(a->key_bits) * sums[digit];
     }
 }
 
@@ -265,7 +265,7 @@ INLINE void score(const Queries *tile, int rows, int bits, int64_t D, const uint
         for (int64_t g = 0; g < G; g++) {
             Integers sums[TILE][DIGITS][STEP];
             EACH(row, rows) EACH(digit, DIGITS) EACH(s, STEP)
-                sums[row][digit][s] = all_integers(tile->initial[(row * DIGITS + digit) * G + g]);
+                sums[row][digit][s] = all_integers(tile->offset_sums[(row * DIGITS + digit) * G + g]);
             for (int64_t word = g * words; word < (g + 1) * words; word += 8 / bits) {
                 Integers codes[STEP][2];
                 EACH(s, STEP) {
@@ -337,7 +337,7 @@ static void write_probabilities(Room *room, int row, int bits, const uint16_t *s
     int32_t sums[DIGITS];
     write_two_digits(room->integers, count, high, high + CHUNK, sums);
     room->unit[row] = top / LARGEST;
-    EACH(digit, DIGITS) room->initial[row][digit] = -code_offset(bits) * sums[digit];
+    EACH(digit, DIGITS) room->offset_sums[row][digit] = -code_offset(bits) * sums[digit];
 }
 
 // Add to out [rows][D] the values of `count` tokens in STEP * LANES columns.
@@ -345,7 +345,7 @@ INLINE void add_values(const Room *room, int rows, int bits, int64_t D, const ui
                        int64_t column, const uint8_t *ahead, float *out) {
     int64_t lines = count / BLOCK * (bits == 8 ? 4 : 2);
     Integers sums[TILE][DIGITS][STEP];
-    EACH(row, rows) EACH(digit, DIGITS) EACH(s, STEP) sums[row][digit][s] = all_integers(room->initial[row][digit]);
+    EACH(row, rows) EACH(digit, DIGITS) EACH(s, STEP) sums[row][digit][s] = all_integers(room->offset_sums[row][digit]);
     for (int64_t line = 0; line < lines; line++) {
         Integers codes[STEP][2];
         EACH(s, STEP) {
@@ -454,7 +454,7 @@ static Room room_at(const Attention *a, char *memory) {
     char *at = (char *)room.tiles + tiles * round_up(sizeof(Queries), ALIGNMENT);
     for (int64_t i = 0; i < tiles; i++, at += query_bytes(a)) {
         room.tiles[i].digits = (int8_t *)at;
-        room.tiles[i].initial = (int32_t *)(at + TILE * DIGITS * D);
+        room.tiles[i].offset_sums = (int32_t *)(at + TILE * DIGITS * D);
     }
     return room;
 }
