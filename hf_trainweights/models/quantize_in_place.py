@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 from hf_trainweights.errors import ConfigError, QuantizationError
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats.arithmetic import largest_magnitude
+from hf_trainweights.models.budget.allocation import allocate, check_loaded
 from hf_trainweights.models.budget.measure import measure_in_memory
-from hf_trainweights.models.budget.plan import check_loaded, plan
 from hf_trainweights.models.budget.sensitivity import Batch
 from hf_trainweights.models.calibration.batches import digest_of
 from hf_trainweights.models.calibration.finished import FinishedBlocks
@@ -108,7 +108,7 @@ def quantize_module(
     config = config.but(calibration_sha256=sha256)
     spill = None if directory is None else Spill(directory)
     if config.needs_plan:
-        config = plan(module, config, *measure_in_memory(module, config, batches, spill))
+        config = allocate(module, config, *measure_in_memory(module, config, batches, spill))
     summary = choose(module, config)
     check_choice(module, summary, config)
     todo = _checked(summary)

@@ -15,8 +15,8 @@ from transformers.utils import logging
 
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.spill import Spill
+from hf_trainweights.models.budget.allocation import allocate
 from hf_trainweights.models.budget.measure import check_measurable, measure_checkpoint
-from hf_trainweights.models.budget.plan import plan
 from hf_trainweights.models.choosing.config import QUANT_METHOD, TrainWeightsConfig
 from hf_trainweights.models.choosing.selection import check_choice, choose, survey
 from hf_trainweights.models.choosing.summary import (
@@ -94,7 +94,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         self.operation = TrainWeightsQuantize(self.state)
         self._model_bytes = 0
         # The model on the meta device and its files, while formats are still to be chosen for a budget.
-        self._to_plan: tuple[PreTrainedModel, Sequence[str]] | None = None
+        self._to_allocate: tuple[PreTrainedModel, Sequence[str]] | None = None
         # What one save was given instead of the model's own, whether it writes guards, and where it puts what it codes;
         # it sets these on a copy.
         self.state_dict_to_save: Mapping[str, Any] | None = None
@@ -167,7 +167,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             self.quantization_config = self.quantization_config.but(calibration_sha256=None)
             if self.quantization_config.needs_plan:
                 check_measurable(model, files)
-                self._to_plan = model, files
+                self._to_allocate = model, files
         if is_loaded_by_ranks(model):
             self._whole_reads = read_whole(model, lambda parts: self.state.plan_cuts(model, parts, self.pre_quantized))
         return model
@@ -179,14 +179,14 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         self.state.choices = {choice.name: choice for choice in summary.quantized}
         self._model_bytes = summary.bytes_after
 
-    def _plan(self, conversions: list[Any]) -> None:
+    def _allocate(self, conversions: list[Any]) -> None:
         """Choose formats for a budget. The files are read for it, once the conversions of this load are known."""
-        if self._to_plan is None:
+        if self._to_allocate is None:
             return
-        (model, files), self._to_plan = self._to_plan, None
+        (model, files), self._to_allocate = self._to_allocate, None
         measured = measure_checkpoint(self, model, files, conversions)
         # A copy: the user may quantize another model by the same configuration.
-        self.quantization_config = plan(model, self.quantization_config, *measured)
+        self.quantization_config = allocate(model, self.quantization_config, *measured)
         model.config.quantization_config = self.quantization_config
         self._choose(model)
 
@@ -227,7 +227,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             on_cpu = self._whole_reads is not None
             ours = make_converter(find, stored_suffixes(), TrainWeightsDeserialize(self.state), on_cpu)
             return [ours, *weight_conversions]
-        self._plan(weight_conversions)
+        self._allocate(weight_conversions)
         return [offer_before_merging(conversion) for conversion in weight_conversions]
 
     # When they are loaded

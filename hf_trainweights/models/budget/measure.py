@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.models.budget.plan import Losses, check_loaded, relative_errors, rows_of, weights_to_plan
+from hf_trainweights.models.budget.allocation import Losses, check_loaded, relative_errors, rows_of, weights_to_allocate
 from hf_trainweights.models.budget.sensitivity import Batch, does_not_run, random_tokens, sensitivities
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.choosing.selection import choose
@@ -49,10 +49,10 @@ def measure_in_memory(
 ) -> tuple[dict[str, Losses], dict[str, float]]:
     """Measure the weights of a loaded module, with random tokens if there is no calibration and it takes such.
 
-    What is returned is what `plan` takes. `spill` takes the copy of the module that is measured with, memory if it is
-    None.
+    What is returned is what `allocate` takes. `spill` takes the copy of the module that is measured with, memory if it
+    is None.
     """
-    weights, losses = weights_to_plan(module, config), {}
+    weights, losses = weights_to_allocate(module, config), {}
     for choice in weights:
         weight = choice.weight.detach()
         check_loaded(choice.name, weight)
@@ -120,28 +120,28 @@ def measure_checkpoint(
 ) -> tuple[dict[str, Losses], dict[str, float]]:
     """Measure the weights that a checkpoint has, for a model on the meta device; quantizer and model stay as they are.
 
-    What is returned is what `plan` takes.
+    What is returned is what `allocate` takes.
     """
     config, copied = quantizer.quantization_config, copy.deepcopy(model)
-    planned = weights_to_plan(copied, config)
-    measure = _Measure({each.name for each in planned}, choose(copied, config), quantizer.state.stored, config)
+    to_allocate = weights_to_allocate(copied, config)
+    measure = _Measure({each.name for each in to_allocate}, choose(copied, config), quantizer.state.stored, config)
     measuring = copy.copy(quantizer)
     measuring.state, measuring.operation = measure.state, measure
-    read_by(measuring, copied, files, planned[0].weight.dtype if planned else None, conversions)
+    read_by(measuring, copied, files, to_allocate[0].weight.dtype if to_allocate else None, conversions)
     if measure.state.error is not None:
         raise measure.state.error
-    return measure.losses, sensitivities_of_tokens(copied, planned)
+    return measure.losses, sensitivities_of_tokens(copied, to_allocate)
 
 
 class _Measure(TrainWeightsQuantize):
     """Measures weights as they are loaded, and returns them in int8: enough to see how much each one matters.
 
-    `planned` names those whose formats are to be chosen; `chosen` holds these and all others that are to be quantized.
+    `to_allocate` names those whose formats are to be chosen; `chosen` holds these and all others to be quantized.
     """
 
     def __init__(
         self,
-        planned: Collection[str],
+        to_allocate: Collection[str],
         chosen: Summary,
         stored: Mapping[str, StoredWeight],
         config: TrainWeightsConfig,
@@ -149,19 +149,19 @@ class _Measure(TrainWeightsQuantize):
         super().__init__(LoadState(MEASURED_IN))
         self.state.choices = {each.name: replace(each, format=MEASURED_IN) for each in chosen.quantized}
         self.state.stored = stored
-        self.planned, self.target = planned, config.for_target
+        self.to_allocate, self.target = to_allocate, config.for_target
         self.losses: dict[str, Losses] = {}
 
     def quantize_one(self, name: str, weight: Tensor, model: Any) -> Any:
         """Measure a weight, and return it in int8; as it is where it is not to be quantized."""
-        if name in self.planned and weight.shape == model.get_parameter_or_buffer(name).shape:
+        if name in self.to_allocate and weight.shape == model.get_parameter_or_buffer(name).shape:
             stored = weight.transpose(-1, -2) if self.state.choices[name].transposed else weight
             self._measure(name, stored.shape, rows_of(stored))
         return super().quantize_one(name, weight, model)
 
     def merge(self, name: str, parts: Sequence[Sequence[NamedLoad]], model: Any) -> Any:
         """Measure experts before they are merged; None if the weight stays float or its layer keeps it transposed."""
-        if name in self.planned and not self.state.choices[name].transposed:
+        if name in self.to_allocate and not self.state.choices[name].transposed:
             shape = model.get_parameter_or_buffer(name).shape
             self._measure(name, shape, lambda numbers: rows_of_experts(name, shape, parts, numbers))
         return super().merge(name, parts, model)

@@ -1,4 +1,4 @@
-"""A plan for a budget: from the weights of a module and what each format loses of them to a format for each.
+"""An allocation for a budget: from the weights of a module and what each format loses of them to a format for each.
 
 For a price of a byte, each weight takes the format with the smallest sum of loss and price; the price at which the
 bytes are spent gives the best choice there is (Shoham and Gersho, 1988). As the price falls, a weight goes along the
@@ -61,8 +61,8 @@ OF_TARGETS: dict[str, tuple[Format, ...]] = {
 }
 
 # Candidates are measured on so many elements of a weight: rows, evenly spaced, and enough of them not to miss that some
-# are unlike others. All candidates get the same rows, so which is better hardly depends on the choice: plans for MiniLM
-# at 3 to 5 bits lose .2 % more at most than those that all rows give.
+# are unlike others. All candidates get the same rows, so which is better hardly depends on the choice: allocations for
+# MiniLM at 3 to 5 bits lose .2 % more at most than those that all rows give.
 _SAMPLED_ELEMENTS, _SAMPLED_ROWS = 1 << 16, 32
 
 # Returns some rows of a stored weight `[*, N, K]`, by their numbers among those of all its matrices.
@@ -115,7 +115,7 @@ def _squares(rows: Tensor) -> float:
     return math.fsum(rows.double().square_().sum(dim=-1).tolist())
 
 
-def weights_to_plan(module: nn.Module, config: TrainWeightsConfig) -> list[Choice]:
+def weights_to_allocate(module: nn.Module, config: TrainWeightsConfig) -> list[Choice]:
     """Return the weights whose formats a budget decides about."""
     chosen = _once(module, choose(module, config).quantized)
     return [each for each in chosen if each.reason != OVERRIDE and not isinstance(each.weight, QuantizedTensor)]
@@ -137,7 +137,7 @@ def check_loaded(name: str, weight: Tensor) -> None:
         raise QuantizationError(name, expected, found, "Load the weights, then quantize.")
 
 
-def plan(
+def allocate(
     module: nn.Module, config: TrainWeightsConfig, losses: Mapping[str, Losses], sensitivities: Mapping[str, float]
 ) -> TrainWeightsConfig:
     """Return a configuration with a format for each weight of a module; ConfigError: no choice fits the budget.
@@ -146,7 +146,7 @@ def plan(
     changes what the model returns, in any unit; of some weights or of all they may be missing.
     """
     assert config.budget is not None
-    weights = weights_to_plan(module, config)
+    weights = weights_to_allocate(module, config)
     others = _others(module, config, weights)
     count = sum(each.numel for each in (*weights, *others))
     if config.budget.size_bytes is not None:
@@ -176,8 +176,8 @@ def _others(module: nn.Module, config: TrainWeightsConfig, weights: Sequence[Cho
 
     What no configuration would quantize does not count as bits, but what the user excepts does.
     """
-    planned = {each.name for each in weights}
-    others = [each for each in _once(module, choose(module, config).tensors) if each.name not in planned]
+    to_allocate = {each.name for each in weights}
+    others = [each for each in _once(module, choose(module, config).tensors) if each.name not in to_allocate]
     if config.budget is not None and config.budget.size_bytes is not None:
         return others
     plain = {each.name for each in choose(module, config.but(overrides={}, modules_to_not_convert=None)).quantized}
