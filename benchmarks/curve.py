@@ -30,8 +30,8 @@ from benchmarks.curve_peers import Peer, peers
 from benchmarks.curve_plot import DRAWING, draw
 from benchmarks.quality import linear_snr_db
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, dequantize_, quantize_
+from hf_trainweights.models.budget.allocation import allocate
 from hf_trainweights.models.budget.measure import measure_in_memory
-from hf_trainweights.models.budget.plan import plan
 from hf_trainweights.models.choosing.summary import Choice
 from hf_trainweights.tensor.stored_names import flatten_weight
 
@@ -86,7 +86,7 @@ def by_size_alone(bits: float) -> Method:
     def method(subject: Subject, model: PreTrainedModel) -> float:
         config = TrainWeightsConfig(bits=bits)
         losses, _ = measure_in_memory(model, config, [])
-        return _quantize(model, plan(model, config, losses, {}))
+        return _quantize(model, allocate(model, config, losses, {}))
 
     return method
 

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.curve_models import DemoLlama, MiniLM, Subject
 from hf_trainweights import TrainWeightsConfig
-from hf_trainweights.models.budget.plan import weights_to_plan
+from hf_trainweights.models.budget.allocation import weights_to_allocate
 from hf_trainweights.models.budget.sensitivity import random_tokens, sensitivities
 
 RESULTS = Path(__file__).parent / "results" / "sensitivity.json"
@@ -53,7 +53,7 @@ def gains(subject: Subject) -> dict[str, float]:
     """Return the gain of each way to tell what matters."""
     model = subject.reference
     config = TrainWeightsConfig(bits=4.0)
-    weights = weights_to_plan(model, config)
+    weights = weights_to_allocate(model, config)
     true = changes_by_noise(subject)
     sizes = {each.name: each.numel for each in weights}
     ways = {

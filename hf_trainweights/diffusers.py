@@ -28,7 +28,7 @@ from hf_trainweights.tensor.modules import as_parameter, dequantize_weights
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import flatten_state_dict, group_stored, parse_stored_name, unflatten_weight
 
-# By name, because what types diffusers gives its hooks depends on whether it is installed, and None is one of them.
+# Imported by name, because the types of diffusers' hooks depend on whether it is installed, and None is one of them.
 _registry: Any = import_module("diffusers.quantizers.auto")
 DiffusersQuantizer: Any = import_module("diffusers.quantizers.base").DiffusersQuantizer
 
@@ -65,16 +65,16 @@ class TrainWeightsDiffusersQuantizer(DiffusersQuantizer):
         self._choices: dict[str, Choice] = {}
         self._skip: list[str] = []
         self._shapes: dict[str, torch.Size] = {}
-        # Suffixes of the tensors that the files hold of each weight, and those tensors that wait for another shard.
+        # For each weight the suffixes of its stored tensors in all files, and the tensors that wait for another shard.
         self._stored: dict[str, set[str]] = {}
         self._pending: dict[str, dict[str, Tensor]] = {}
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Refuse device maps that would leave weights in float, those with modules on the disk."""
+        """Refuse device maps with modules on the disk, which would leave weights in float."""
         refuse_disk(device_map)
 
     def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype:
-        """Return the dtype of what stays float; without one, that of the float model, float32."""
+        """Return the dtype of parameters that stay float; float32 if the user gives none, as in the float model."""
         return torch_dtype or torch.float32
 
     def adjust_target_dtype(self, torch_dtype: torch.dtype) -> torch.dtype:
@@ -91,7 +91,7 @@ class TrainWeightsDiffusersQuantizer(DiffusersQuantizer):
         return False
 
     def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[str]) -> list[str]:
-        """Return the names of the weights that the files hold; CorruptFileError: one is not whole."""
+        """Return the names of the weights that the files hold; CorruptFileError: tensors of one are missing."""
         if not self.pre_quantized:
             return loaded_keys
         lost = [name for name, weight in check_weight_files(checkpoint_files).items() if weight.kind == "guard"]
@@ -111,20 +111,20 @@ class TrainWeightsDiffusersQuantizer(DiffusersQuantizer):
         model.config.quantization_config = config
 
     def maybe_update_state_dict(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what a shard holds, with each quantized weight in place of its last stored tensors."""
+        """Return the tensors of a shard; a quantized weight comes with the shard that has its last stored tensor."""
         if not self.pre_quantized:
             return dict(state_dict)
         for name, stored in group_stored(state_dict).items():
             self._pending.setdefault(name, {}).update(stored)
-        kept = {
+        floats = {
             name: tensor
             for name, tensor in state_dict.items()
             if parse_stored_name(name) is None
             and not is_notice(name)
             and not (name in self._stored and is_guard(tensor))
         }
-        whole = [name for name, stored in self._pending.items() if stored.keys() == self._stored[name]]
-        return kept | {name: self._weight(name, self._pending.pop(name)) for name in whole}
+        complete = [name for name, stored in self._pending.items() if stored.keys() == self._stored[name]]
+        return floats | {name: self._weight(name, self._pending.pop(name)) for name in complete}
 
     def _weight(self, name: str, stored: Mapping[str, Tensor]) -> Tensor:
         return unflatten_weight(name, stored, None, self.quantization_config.default_format, self._shapes.get(name))
@@ -132,7 +132,7 @@ class TrainWeightsDiffusersQuantizer(DiffusersQuantizer):
     def check_if_quantized_param(
         self, model: Any, param_value: Tensor, param_name: str, *args: Any, **kwargs: Any
     ) -> bool:
-        """Return whether a value is quantized, or to be."""
+        """Return whether a value is quantized, or is to be quantized."""
         return isinstance(param_value, QuantizedTensor) or (not self.pre_quantized and param_name in self._choices)
 
     def check_quantized_param_shape(self, param_name: str, current_param: Tensor, loaded_param: Tensor) -> bool:
@@ -175,10 +175,10 @@ class TrainWeightsDiffusersQuantizer(DiffusersQuantizer):
         return model
 
     def forget(self, model: Any) -> None:
-        """Let a component whose weights are float again say no longer that it is quantized."""
+        """Remove the quantizer and its configuration from a component whose weights are float again."""
         del model.hf_quantizer
-        kept = {key: value for key, value in model.config.items() if key != "quantization_config"}
-        model._internal_dict = type(model.config)(kept)
+        config = {key: value for key, value in model.config.items() if key != "quantization_config"}
+        model._internal_dict = type(model.config)(config)
 
     @property
     def is_serializable(self) -> bool:
@@ -199,8 +199,8 @@ class TrainWeightsDiffusersQuantizer(DiffusersQuantizer):
 def _require_all(lost: list[str]) -> None:
     """Raise a CorruptFileError if the files lack quantized weights."""
     if lost:
-        found, next_step = f"none of {', '.join(lost[:3])}", "Download the component again, or save it again."
-        raise CorruptFileError("weight files", "the stored tensors of every quantized weight", found, next_step)
+        problem, next_step = f"none of {', '.join(lost[:3])}", "Download the component again, or save it again."
+        raise CorruptFileError("weight files", "the stored tensors of every quantized weight", problem, next_step)
 
 
 _registry.AUTO_QUANTIZATION_CONFIG_MAPPING[QUANT_METHOD] = TrainWeightsConfig

@@ -1,4 +1,4 @@
-"""What takes part in PyTorch's own tools for more than one machine."""
+"""The parts of this package that work with PyTorch's own tools for several machines."""
 
 from hf_trainweights.checkpoint.dcp.reader import TrainWeightsReader
 from hf_trainweights.checkpoint.directory import latest_on_all_ranks

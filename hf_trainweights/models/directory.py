@@ -1,7 +1,7 @@
-"""Saved models, quantized or made float from one directory into another, or pushed as they lie in one.
+"""Saved models: quantized from one directory into another, made float again likewise, or pushed from a directory.
 
-No whole file is read, and no whole model held. The source's shards are memory-mapped, each weight is quantized as it is
-read, and waits on the disk until it is saved: the process needs memory for the largest weight.
+Neither a whole file nor a whole model is in memory. The shards of the source are memory-mapped. Each weight is
+quantized as it is read, and waits on the disk until it is saved. So the process needs memory for the largest weight.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ def quantize_directory(
 ) -> Summary:
     """Quantize a saved model into another directory, with its tokenizer, processor and generation configuration.
 
-    Without calibration the weights are those of `from_pretrained(source, dtype=dtype, quantization_config=config)` of
-    the class that the model was saved as, written by `save_pretrained(out)`. The source stays as it is.
+    If it is not calibrated, `save_pretrained(out)` writes the weights that the class of the saved model has after
+    `from_pretrained(source, dtype=dtype, quantization_config=config)`. The source stays as it is.
 
     Args:
         source: Directory or Hub id of a float model.
         out: A new or empty directory.
         config: Which weights to quantize, and to which format; the format's name alone for all weights.
-        dtype: Of scales and of what is not quantized; `"auto"` for that of the source.
+        dtype: The dtype of scales and of parameters that stay float; `"auto"` for the dtype of the source.
         calibration: Texts such as the model will read, some hundred of them, with which `quantize_` chooses the codes;
-            or `"self"` to let a causal language model write them. Blocks that are done lie in `OUT.calibration` until
-            `out` is written; after an interruption the same call goes on there.
+            or `"self"` to let a causal language model write them. Finished blocks lie in `OUT.calibration` until `out`
+            is written; after an interruption the same call goes on there.
 
     Returns:
-        The choice for each parameter, and what calibration was worth.
+        The choice for each parameter, and the gain of calibration.
 
     Raises:
         ConfigError: `out` is not empty; the source is missing, cannot be read, has an adapter, is quantized already, is
@@ -98,16 +98,16 @@ def quantize_directory(
 
 def _require_float(source: str | os.PathLike[str]) -> None:
     if getattr(read_config(source), "quantization_config", None) is not None:
-        found = "a quantization_config in its config.json, as quantized models have"
+        problem = "a quantization_config in its config.json, as quantized models have"
         next_step = (
             "Quantize the float model it was made from, or what dequantize_directory makes of it. If its weights are "
             "float, take that entry out of config.json."
         )
-        raise ConfigError(str(source), "a float model", found, next_step)
+        raise ConfigError(str(source), "a float model", problem, next_step)
 
 
 def _finished_blocks(out: Path) -> Path:
-    """Return where calibration keeps the blocks that it has finished."""
+    """Return the directory in which calibration keeps finished blocks."""
     return out.absolute().with_name(f"{out.absolute().name}.calibration")
 
 
@@ -128,14 +128,14 @@ def dequantize_directory(
 ) -> None:
     """Write a saved quantized model as a float model, which Transformers loads without this package.
 
-    Its weights are those of `model.dequantize(dtype)`: what quantizing rounded stays rounded. Tokenizer, processor and
-    generation configuration come with it. The source stays as it is. Beside the quantized model, one float weight is in
-    memory at a time.
+    Its weights are those of `model.dequantize(dtype)`: values that quantizing has rounded stay rounded. Tokenizer,
+    processor and generation configuration are copied too. The source stays as it is. Beside the quantized model, one
+    float weight is in memory at a time.
 
     Args:
         source: Directory or Hub id of a quantized model.
         out: A new or empty directory.
-        dtype: Of all weights; `"auto"` for the dtypes they were saved in.
+        dtype: The dtype of all weights; `"auto"` for the dtypes they were saved in.
 
     Raises:
         ConfigError: `out` is not empty; the source is missing, cannot be read, has an adapter, is not quantized by
@@ -160,25 +160,25 @@ def dequantize_directory(
 
 
 def _float_tensors(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, TensorToWrite]:
-    """Return the tensors of the float model by their names in a checkpoint, quantized ones made when asked for."""
+    """Return the tensors of the float model by their names in a checkpoint; most are dequantized when written."""
     left_out = names_not_saved(model)
     state = {name: tensor for name, tensor in whole_state_dict(model).items() if name not in left_out}
     quantized = {name: tensor for name, tensor in state.items() if isinstance(tensor, QuantizedTensor)}
     lazy = {name: _whole_or_in_matrices(name, weight, model, dtype) for name, weight in quantized.items()}
-    # What a checkpoint splits within a matrix, merges or reorders is made at once.
+    # Weights that a checkpoint splits within a matrix, merges or reorders are dequantized now, not when written.
     others = {
         name: tensor.dequantize(dtype) if isinstance(tensor, QuantizedTensor) else tensor
         for name, tensor in state.items()
         if not lazy.get(name)
     }
     tensors = {saved: _cast(tensor, dtype) for saved, tensor in checkpoint_tensors(model, others).items()}
-    return dict(sorted({**tensors, **{k: v for each in lazy.values() for k, v in each.items()}}.items()))
+    return dict(sorted({**tensors, **{k: v for matrices in lazy.values() for k, v in matrices.items()}}.items()))
 
 
 def _whole_or_in_matrices(
     name: str, weight: QuantizedTensor, model: PreTrainedModel, dtype: torch.dtype | None
 ) -> dict[str, TensorToWrite]:
-    """Return the tensors that a checkpoint has of a weight: itself, or the matrices of its experts; else none."""
+    """Return the tensors that a checkpoint has of a weight: itself, or the matrices of its experts; else {}."""
     stand_in = torch.empty(weight.shape, device="meta")
     dtype = dtype or weight.dtype
     saved = checkpoint_tensors(model, {name: stand_in})
@@ -191,7 +191,7 @@ def _whole_or_in_matrices(
 
 
 def _matrix(weight: QuantizedTensor, rows: slice, dtype: torch.dtype) -> TensorToWrite:
-    """Return a matrix of one expert, whose rows are given among those of all experts."""
+    """Return a matrix of one expert; `rows` counts through the rows of all experts."""
     N, K = weight.stored_shape[-2:]
     expert, start = divmod(rows.start, N)
     stop = start + rows.stop - rows.start
@@ -204,7 +204,7 @@ def _matrix(weight: QuantizedTensor, rows: slice, dtype: torch.dtype) -> TensorT
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> TensorToWrite:
-    """Return a tensor to be written in a dtype, if it is a float tensor."""
+    """Return a tensor to write, in the dtype `dtype` if it is a float tensor."""
     dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     return TensorToWrite(tuple(tensor.shape), dtype, lambda: tensor.to(dtype))
 
@@ -212,8 +212,8 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> TensorToWrite:
 def push_directory(directory: str | os.PathLike[str], repo_id: str, **options: Any) -> CommitInfo:
     """Push a saved quantized model to the Hub with its tokenizer, processor and a model card, in one commit.
 
-    A card that someone wrote or edited is kept, the one on the Hub before the one in the directory. Weight files of an
-    earlier push are removed in the same commit. Training state and other files in the directory stay there.
+    A card that someone wrote or edited is kept: the card on the Hub, else the card in the directory. Weight files of an
+    earlier push are removed in the same commit. Training state and other files in the directory are not pushed.
     """
     directory = Path(directory)
     model = load_quantized(directory)

@@ -1,9 +1,9 @@
 """`quantize_`: any nn.Module in place, without Transformers' loading.
 
-`module.state_dict()` keeps the float module's keys; `torch.save` and `torch.load` carry it with their defaults, and
-`load_state_dict(..., assign=True)` puts it into a module on the meta device without a full-precision copy. A
-Transformers model, also one inside another module, becomes the same as one that `from_pretrained` quantized, and saves
-itself likewise.
+`module.state_dict()` keeps the float module's keys. `torch.save` and `torch.load` carry it with their defaults, and
+`load_state_dict(..., assign=True)` puts it into a module on the meta device without a full-precision copy. A model of
+Transformers, also one inside another module, becomes the same as one that `from_pretrained` quantized, and saves itself
+likewise.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 from hf_trainweights.errors import ConfigError, QuantizationError
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats.arithmetic import largest_magnitude
+from hf_trainweights.models.budget.allocation import allocate, check_loaded
 from hf_trainweights.models.budget.measure import measure_in_memory
-from hf_trainweights.models.budget.plan import check_loaded, plan
 from hf_trainweights.models.budget.sensitivity import Batch
 from hf_trainweights.models.calibration.batches import digest_of
 from hf_trainweights.models.calibration.finished import FinishedBlocks
@@ -61,14 +61,14 @@ def quantize_(
         module: Any module with its weights loaded. Weights that are in their format already stay as they are.
         config: Which weights to quantize, and to which format; the format's name alone for all weights.
         calibration: Batches such as the model will get, each a dict of its arguments or one tensor, some thousand
-            tokens in all. The codes of formats of 2 to 6 bits and of `coded` are then chosen so that what the blocks of
-            the model return changes least, block by block: minutes for small models, and worth most of a bit. With
-            `bits` or `size` the batches also tell which weights matter most. If it is None, a weight alone decides
-            about its codes, and for `bits` or `size` random tokens do, where the module is a Transformers model that
-            takes tokens alone; else the sizes of the weights.
+            tokens in all. The codes of formats of 2 to 6 bits and of `coded` are then chosen block by block, so that
+            the outputs of each block change least. This takes minutes for small models, and is worth most of a bit. For
+            `bits` or `size` the batches also tell which weights matter most. If it is None, the codes of a weight
+            depend on the weight alone. For `bits` or `size`, random tokens then tell which weights matter if the module
+            is a Transformers model that takes tokens alone, else the sizes of the weights.
 
     Returns:
-        The choice for each parameter, and what calibration was worth; it is also logged in one line.
+        The choice for each parameter, and the gain of calibration; it is also logged in one line.
 
     Raises:
         ConfigError: There is nothing to quantize, a weight is quantized to another format already, a selector selects
@@ -91,10 +91,10 @@ def quantize_module(
     calibration: Iterable[Batch] | None,
     directory: Path | None,
 ) -> Summary:
-    """Quantize the weights of a module as `quantize_` does, which says what is raised.
+    """Quantize the weights of a module as `quantize_` does; the errors are the same.
 
-    `directory` keeps the blocks that calibration has finished, for a call after an interruption, and beside it lie the
-    tensors of other weights; with None nothing is kept, and these are in memory.
+    `directory` keeps the blocks that calibration has finished, for a call after an interruption, and the tensors of
+    other weights lie in files beside it. If it is None, no block is kept, and all tensors are in memory.
     """
     if not isinstance(module, nn.Module):
         next_step = "Load it first, for example with from_pretrained."
@@ -108,55 +108,55 @@ def quantize_module(
     config = config.but(calibration_sha256=sha256)
     spill = None if directory is None else Spill(directory)
     if config.needs_plan:
-        config = plan(module, config, *measure_in_memory(module, config, batches, spill))
+        config = allocate(module, config, *measure_in_memory(module, config, batches, spill))
     summary = choose(module, config)
     check_choice(module, summary, config)
     todo = _checked(summary)
     if batches is not None and config.plan is None:
         require_gain(todo)
-    found = None
+    calibrated = None
     if batches is not None and sha256 is not None:
         inputs = spill or Spill(Path(tempfile.gettempdir()))
-        found = calibrate(module, todo, batches, inputs, FinishedBlocks(directory, sha256))
-    _put(module, todo, {} if found is None else found.weights, spill)
+        calibrated = calibrate(module, todo, batches, inputs, FinishedBlocks(directory, sha256))
+    _put(module, todo, {} if calibrated is None else calibrated.weights, spill)
     say_if_slow(module, config)
     say_if_head_is_large(summary)
-    return _told(_adopted(module, config, found) or summary, found)
+    return _reported(_adopted(module, config, calibrated) or summary, calibrated)
 
 
-def _adopted(module: nn.Module, config: TrainWeightsConfig, found: Calibration | None) -> Summary | None:
-    """Make the Transformers models in a module such as `from_pretrained` returns; return the summary of the whole."""
-    calibrated = {id(module.get_parameter(name)) for name in (found.weights if found is not None else ())}
+def _adopted(module: nn.Module, config: TrainWeightsConfig, calibrated: Calibration | None) -> Summary | None:
+    """Make models in a module like those that `from_pretrained` returns; return the summary if one is `module`."""
+    ids = {id(module.get_parameter(name)) for name in (calibrated.weights if calibrated is not None else ())}
     for model in _models(module):
-        is_calibrated = not calibrated.isdisjoint(map(id, model.parameters()))
+        is_calibrated = not ids.isdisjoint(map(id, model.parameters()))
         own = config if is_calibrated else config.but(calibration_sha256=None)
         quantizer = getattr(model, "hf_quantizer", None) or TrainWeightsHfQuantizer(own, pre_quantized=False)
         if isinstance(quantizer, TrainWeightsHfQuantizer):
-            if found is not None and is_calibrated:
-                # The quantizer may be that of an earlier call, or of a load.
-                quantizer.calibrated = found.gain
-                known = quantizer.quantization_config.but(calibration_sha256=config.calibration_sha256)
-                quantizer.quantization_config = model.config.quantization_config = known
+            if calibrated is not None and is_calibrated:
+                # The quantizer may come from an earlier call, or from a load.
+                quantizer.calibrated = calibrated.gain
+                own = quantizer.quantization_config.but(calibration_sha256=config.calibration_sha256)
+                quantizer.quantization_config = model.config.quantization_config = own
             adopted = quantizer.adopt(model)
             if model is module:
                 return adopted
     return None
 
 
-def _told(summary: Summary, found: Calibration | None) -> Summary:
-    """Return a summary with what calibration brought and could not bring, after logging it."""
-    if found is not None:
-        why = {name: f"without calibration: {reason}" for name, reason in found.reasons.items()}
-        told = (replace(each, reason=why[each.name]) if each.name in why else each for each in summary.tensors)
-        summary = Summary(tuple(told), found.gain if found.weights else None)
+def _reported(summary: Summary, calibrated: Calibration | None) -> Summary:
+    """Log a summary and return it, with the gain of calibration and the reasons for weights that are not calibrated."""
+    if calibrated is not None:
+        why = {name: f"without calibration: {reason}" for name, reason in calibrated.reasons.items()}
+        choices = [replace(item, reason=why[item.name]) if item.name in why else item for item in summary.tensors]
+        summary = Summary(tuple(choices), calibrated.gain if calibrated.weights else None)
     _logger.info("%s", summary)
     return summary
 
 
 def adopt(model: nn.Module) -> bool:
-    """Make a Transformers model that got quantized weights otherwise the same as one that `from_pretrained` loaded.
+    """Make a Transformers model that got quantized weights in another way like one that `from_pretrained` loaded.
 
-    Return whether it was made so: False for one that is so already, or holds no quantized weight.
+    Return False if it has a quantizer already, or no quantized weight.
     """
     if not isinstance(model, PreTrainedModel) or getattr(model, "hf_quantizer", None) is not None:
         return False
@@ -165,10 +165,10 @@ def adopt(model: nn.Module) -> bool:
     saved: Any = getattr(model.config, "quantization_config", None)
     config = TrainWeightsConfig.of(saved) if quant_method(model.config) == QUANT_METHOD else None
     if config is None or not is_described(model, config):
-        quantizers = (getattr(part, "hf_quantizer", None) for part in model.modules())
+        quantizers = (getattr(inner, "hf_quantizer", None) for inner in model.modules())
         configs = [own.quantization_config for own in quantizers if isinstance(own, TrainWeightsHfQuantizer)]
         config = describe(model, configs)
-    # Advice about the speed of its products was due when its parts got their weights.
+    # `loading_to_write` drops advice about speed: it was due when the parts of the model got their weights.
     with loading_to_write(None):
         quantizer = TrainWeightsHfQuantizer(config, pre_quantized=True)
     quantizer.adopt(model)
@@ -179,8 +179,8 @@ def dequantize_(module: nn.Module, dtype: torch.dtype | None = None) -> None:
     """Replace the quantized weights of a module by the float weights they stand for, in place.
 
     Args:
-        module: Any module. A model of Transformers or diffusers in it that has no other quantized weights is a float
-            model again, which saves itself without this package.
+        module: Any module. A model of Transformers or diffusers, also one in it, becomes a float model again, which
+            saves itself without this package.
         dtype: Dtype of the float weights; each weight's own if None.
 
     Raises:
@@ -195,12 +195,12 @@ def dequantize_(module: nn.Module, dtype: torch.dtype | None = None) -> None:
         'Parameter'
     """
     dequantize_weights(module, dtype)
-    for part in module.modules():
-        forget_if_float(part)
+    for inner in module.modules():
+        forget_if_float(inner)
 
 
 def settle(model: PreTrainedModel) -> bool:
-    """Let a model say of itself whether it is quantized as its weights are; return whether it now says that it is."""
+    """Make a model a quantized or a float model, as its weights are; return True if it was made a quantized one."""
     forget_if_float(model)
     return adopt(model)
 
@@ -208,7 +208,7 @@ def settle(model: PreTrainedModel) -> bool:
 def _models(module: nn.Module) -> Iterator[PreTrainedModel]:
     """Yield the outermost models of Transformers with quantized weights, such as the encoder of a SentenceTransformer.
 
-    An adapter's model yields none, because saving it saves the adapter alone.
+    The base model in a model of PEFT is left out, because a save of that saves the adapter alone.
     """
     if isinstance(module, PreTrainedModel):
         if any(isinstance(parameter, QuantizedTensor) for parameter in module.parameters()):
@@ -221,7 +221,7 @@ def _models(module: nn.Module) -> Iterator[PreTrainedModel]:
 def _checked(summary: Summary) -> list[Choice]:
     """Return the choices whose weights are still to be quantized.
 
-    Every weight is checked before the first is replaced, so that an error leaves a whole float module behind.
+    Every weight is checked before the first is replaced, so that after an error the module is all float as before.
     """
     todo = [choice for choice in summary.quantized if not isinstance(local_tensor(choice.weight), QuantizedTensor)]
     for choice in todo:
@@ -232,20 +232,20 @@ def _checked(summary: Summary) -> list[Choice]:
     return todo
 
 
-def _put(module: nn.Module, todo: Iterable[Choice], known: Mapping[str, QuantizedTensor], spill: Spill | None) -> None:
-    """Replace weights by those that are known already, else by their quantized values."""
+def _put(module: nn.Module, todo: Iterable[Choice], made: Mapping[str, QuantizedTensor], spill: Spill | None) -> None:
+    """Replace weights by quantized ones: those that are made already, else new ones."""
     places = parameter_places(module)
     for choice in todo:
         weight = choice.weight
-        tensor = known.get(choice.name)
+        tensor = made.get(choice.name)
         if tensor is None:
             tensor = keep_in(spill, choice.quantize(weight))
         put_parameter(places[id(weight)], as_parameter(tensor))
 
 
 def _all_finite(weight: Tensor) -> bool:
-    # A sum that is finite has no NaN or Inf in it, and takes a third of the time of the largest magnitude. A sum of
-    # finite values may overflow, so the largest magnitude has the last word.
+    # If the sum is finite, no value is NaN or Inf. The sum takes a third of the time of the largest magnitude. But a
+    # sum of finite values may overflow, so the largest magnitude has the last word.
     if weight.numel() == 0 or weight.sum().isfinite():
         return True
     return bool(largest_magnitude(weight.contiguous()).isfinite().all())

@@ -1,4 +1,4 @@
-"""The hooks that Transformers calls while it loads, saves and dequantizes a model; thin on purpose."""
+"""The hooks that Transformers calls while it loads, saves and dequantizes a model; other modules do the work."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from transformers.utils import logging
 
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.spill import Spill
+from hf_trainweights.models.budget.allocation import allocate
 from hf_trainweights.models.budget.measure import check_measurable, measure_checkpoint
-from hf_trainweights.models.budget.plan import plan
 from hf_trainweights.models.choosing.config import QUANT_METHOD, TrainWeightsConfig
 from hf_trainweights.models.choosing.selection import check_choice, choose, survey
 from hf_trainweights.models.choosing.summary import (
@@ -94,17 +94,17 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         self.operation = TrainWeightsQuantize(self.state)
         self._model_bytes = 0
         # The model on the meta device and its files, while formats are still to be chosen for a budget.
-        self._to_plan: tuple[PreTrainedModel, Sequence[str]] | None = None
-        # What one save was given instead of the model's own, whether it writes guards, and where it puts what it codes;
-        # it sets these on a copy.
+        self._to_allocate: tuple[PreTrainedModel, Sequence[str]] | None = None
+        # A save sets these three on a copy of the quantizer: the state dict to save (None for the model's own), whether
+        # to write guards, and the files for coded tensors.
         self.state_dict_to_save: Mapping[str, Any] | None = None
         self.writes_guards = False
         self.spill: Spill | None = None
-        # What calibration was worth, if the codes have just been chosen with texts.
+        # The gain of calibration, if the codes have just been chosen with texts.
         self.calibrated: Calibrated | None = None
         self._summary: Summary | None = None
         self._whole_reads: RemovableHandle | None = None
-        # The model while it is loaded: Transformers up to 5.20 does not name it to `update_weight_conversions`.
+        # The model while it is loaded: Transformers up to 5.20 does not pass it to `update_weight_conversions`.
         self._skeleton: PreTrainedModel | None = None
 
     def summary(self) -> Summary:
@@ -138,7 +138,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             refuse_disk(device_map)
 
     def update_device_map(self, device_map: Any) -> Any:
-        """Return a new device map with "cpu" for "disk"; what is no dict comes back as it is."""
+        """Return a new device map with "cpu" for "disk"; a value that is no dict comes back unchanged."""
         if not isinstance(device_map, Mapping):
             return device_map
         if "disk" in device_map.values():
@@ -146,7 +146,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         return {name: "cpu" if device == "disk" else device for name, device in device_map.items()}
 
     def adjust_max_memory(self, max_memory: dict[Any, Any]) -> dict[Any, Any]:
-        """Return limits for `device_map="auto"` by which no module of a quantized checkpoint goes to the "disk"."""
+        """Return limits for `device_map="auto"` that put no module of a quantized checkpoint on the "disk"."""
         if not self.pre_quantized:
             return max_memory
         if sum(max_memory.values()) < self._model_bytes:
@@ -163,11 +163,11 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             check_guards(model, self.state.choices, self.state.stored)
         else:
             check_is_float(model.config.name_or_path or "checkpoint", self.state.stored, model)
-            # The configuration may be a calibrated model's; these codes will be chosen by each weight alone.
+            # The configuration may come from a calibrated model, but a load chooses codes by each weight alone.
             self.quantization_config = self.quantization_config.but(calibration_sha256=None)
             if self.quantization_config.needs_plan:
                 check_measurable(model, files)
-                self._to_plan = model, files
+                self._to_allocate = model, files
         if is_loaded_by_ranks(model):
             self._whole_reads = read_whole(model, lambda parts: self.state.plan_cuts(model, parts, self.pre_quantized))
         return model
@@ -179,14 +179,14 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         self.state.choices = {choice.name: choice for choice in summary.quantized}
         self._model_bytes = summary.bytes_after
 
-    def _plan(self, conversions: list[Any]) -> None:
-        """Choose formats for a budget. The files are read for it, once the conversions of this load are known."""
-        if self._to_plan is None:
+    def _allocate(self, conversions: list[Any]) -> None:
+        """Choose formats for a budget: read the files for it, now that the conversions of this load are known."""
+        if self._to_allocate is None:
             return
-        (model, files), self._to_plan = self._to_plan, None
+        (model, files), self._to_allocate = self._to_allocate, None
         measured = measure_checkpoint(self, model, files, conversions)
         # A copy: the user may quantize another model by the same configuration.
-        self.quantization_config = plan(model, self.quantization_config, *measured)
+        self.quantization_config = allocate(model, self.quantization_config, *measured)
         model.config.quantization_config = self.quantization_config
         self._choose(model)
 
@@ -195,8 +195,8 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         choice = self.state.choices.get(param_name)
         if choice is None:
             return param.element_size()
-        # A quantized checkpoint knows better than the configuration: its scales may have another dtype. Coded tensors
-        # take more bytes in memory than there.
+        # A quantized checkpoint tells the bytes better than the configuration: its scales may have another dtype. But
+        # coded tensors take more bytes in memory than in the file.
         stored = self.state.stored.get(param_name) if self.pre_quantized else None
         size_bytes = choice.bytes_after if stored is None or stored.is_coded else stored.stored_bytes
         return size_bytes / max(1, choice.numel)
@@ -204,7 +204,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
     # While the weights are loaded
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
-        """Return whether a parameter is a float one to be quantized; of no other Transformers takes a wrong shape."""
+        """Return whether to quantize a float parameter; for any other one Transformers refuses a wrong shape."""
         return not self.pre_quantized and param_name in self.state.choices
 
     def get_quantize_ops(self) -> TrainWeightsQuantize:
@@ -214,20 +214,21 @@ class TrainWeightsHfQuantizer(HfQuantizer):
     def update_weight_conversions(
         self, weight_conversions: list[Any], model: PreTrainedModel | None = None
     ) -> list[Any]:
-        """Return the model's converters and our own; experts are quantized before they are merged.
+        """Return the model's converters, with ours before them for a quantized checkpoint.
 
-        Ours is the first. A converter of the model would join or transpose the codes of a quantized checkpoint.
+        A converter of the model would join or transpose codes. Experts of a float checkpoint are quantized before the
+        model's converters merge them.
         """
         model = model or self._skeleton
         if self.pre_quantized and model is not None:
-            # The files tell what is quantized: config.json does not keep the order of the overrides.
+            # The files tell which weights are quantized: config.json does not keep the order of the overrides.
             stored = [name for name, weight in self.state.stored.items() if weight.is_stored]
             find = StoredNames(model, weight_conversions, stored).find
-            # On the CPU tensors are views of the file, before a rank's part of them is moved to its device.
+            # Stored tensors stay on the CPU as views of the file, until a rank's part of them is moved to its device.
             on_cpu = self._whole_reads is not None
             ours = make_converter(find, stored_suffixes(), TrainWeightsDeserialize(self.state), on_cpu)
             return [ours, *weight_conversions]
-        self._plan(weight_conversions)
+        self._allocate(weight_conversions)
         return [offer_before_merging(conversion) for conversion in weight_conversions]
 
     # When they are loaded
@@ -271,10 +272,10 @@ class TrainWeightsHfQuantizer(HfQuantizer):
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the plain tensors to save by name, a tied weight once, and no metadata.
 
-        safetensors writes a second entry beside Transformers' own in random order: two saves of a model would differ.
+        safetensors would write an entry of ours and Transformers' own in random order, so two saves would differ.
         """
-        compress, given = self.quantization_config.compress, self.state_dict_to_save
-        flat = flat_state_dict(model, self.state.default, given, self.writes_guards, compress, self.spill)
+        compress, state_dict = self.quantization_config.compress, self.state_dict_to_save
+        flat = flat_state_dict(model, self.state.default, state_dict, self.writes_guards, compress, self.spill)
         if self.writes_guards:
             # The model is a copy, made for this save.
             revert_stored_apart(model, flat)
@@ -305,7 +306,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         shown = {parameter.dtype for parameter in model.parameters() if is_quantized(parameter)}
         dequantize_weights(model, target)
         if target is not None:
-            # The float weights beside them, which a cast has taken along: a product takes no two dtypes.
+            # Float weights that a cast gave the same dtype get the new dtype too: a product takes no two dtypes.
             for parameter in model.parameters():
                 if parameter.dtype in shown:
                     parameter.data = parameter.data.to(target)

@@ -1,22 +1,22 @@
 """All that the package changes in Transformers and torch, each with the reason why there is no other way.
 
 - Transformers' registries get the quantizer, and torch's safe globals two functions: both are made for that.
-- A hook for parameters that modules get, which does nothing for a float one: only PyTorch knows when
-  `load_state_dict(assign=True)` or `torch.load` puts a quantized weight into a module. It gives the weight its memory
-  layout, and the module its description and its refusal of TorchScript, which otherwise saves garbage.
-- A hook for modules that modules get, which passes over all but the layers of PEFT over quantized weights: PEFT asks
-  nobody how to write to a weight of another class (`host/adapters`).
-- `PreTrainedModel._from_config` refuses the configuration of a model that this package quantized: Transformers asks no
-  quantizer there, and makes a float model that says of itself that it is quantized (`host/models`).
+- PyTorch calls a hook when a module gets a parameter; the hook does nothing for a float one. Only PyTorch knows when
+  `load_state_dict(assign=True)` or `torch.load` puts a quantized weight into a module. The hook gives the weight its
+  memory layout, and the module its description and its refusal of TorchScript, which otherwise saves garbage.
+- PyTorch calls a hook when a module gets a module; the hook acts only on layers of PEFT over quantized weights. PEFT
+  has no interface for writing to a weight of another class (`host/adapters`).
+- `PreTrainedModel._from_config` refuses the configuration of a model that this package quantized. Transformers asks no
+  quantizer there, and would make a float model that calls itself quantized (`host/models`).
 - `PreTrainedModel.initialize_weights` does not see quantized weights: after a load, a class may write to parts of a
   weight that it has just loaded (`host/models`).
-- `PreTrainedConfig.get_config_dict` lets the configuration of a part, such as the text tower of a quantized CLIP, say
-  that its weights are quantized. config.json says it once, of the whole, and Transformers reads the part alone.
-- Methods of `PreTrainedModel` that save, resize, measure or dequantize a model make one whose weights are quantized a
-  quantized model first: it may be composed of quantized parts, which no load of Transformers has seen.
+- `PreTrainedConfig.get_config_dict` adds to the configuration of a part, such as the text tower of a quantized CLIP,
+  that its weights are quantized. config.json says it once for all parts, and Transformers reads the part alone.
+- Methods of `PreTrainedModel` that save, resize, measure or dequantize a model first make it a quantized model if its
+  weights are quantized. It may be composed of quantized parts, which no load of Transformers has seen.
 
-The first save of a quantized model puts a function in the place of `safe_save_file`, which Transformers writes each
-shard by and offers no other way to: it calls Transformers' own except within our saves (`host/checkpoints`).
+The first save of a quantized model replaces `safe_save_file`, by which Transformers writes each shard: there is no
+other way in. The replacement calls Transformers' own function except within our saves (`host/checkpoints`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _METHODS = ("save_pretrained", "push_to_hub", "get_memory_footprint", "resize_to
 def register(
     quantizer: type, adopt: Callable[[PreTrainedModel], bool], callable_by_files: Iterable[Callable[..., Any]]
 ) -> None:
-    """Register the quantizer with Transformers, and with torch what `weights_only=True` may call; once is enough."""
+    """Register the quantizer with Transformers, and with torch the functions that files may call; once is enough."""
     # Transformers refuses a second registration, as after a reload of the package, with a ValueError.
     with contextlib.suppress(ValueError):
         register_quantization_config(QUANT_METHOD)(TrainWeightsConfig)
@@ -62,6 +62,6 @@ def register(
         hide_from_initialization()
         adopt_before(_METHODS, adopt)
     for function in callable_by_files:
-        # Files name it by the package alone, so that modules may move.
+        # Files name the function by the package alone, so that modules may move.
         function.__module__ = __name__.partition(".")[0]
         add_safe_globals([function])

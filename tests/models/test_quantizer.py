@@ -129,7 +129,7 @@ def test_every_method_but_our_own_is_a_hook_of_the_installed_transformers() -> N
         "summary",
         "adopt",
         "_choose",
-        "_plan",
+        "_allocate",
     }
 
 

@@ -1,1 +1,1 @@
-"""Formats chosen for a limit of bits or bytes: what each costs, what each loses, and the plan that follows."""
+"""Formats chosen for a limit of bits or bytes: the size and the loss of each, and the allocation."""

@@ -1,8 +1,7 @@
-"""What is to be known of weights before formats are chosen for a budget: of a module in memory, or of a checkpoint.
+"""Measures weights before formats are chosen for a budget: the weights of a module in memory, or of a checkpoint.
 
-A checkpoint is read by Transformers itself, as it will be when it is loaded: the same files, conversions and dtypes.
-Each weight is measured, one float weight at a time, and kept in int8: a model of these tells which weights matter most,
-and is dropped then.
+Transformers itself reads the checkpoint as in the load that follows, by the same files, conversions and dtypes. Each
+float weight is measured as it comes, and kept in int8 until a model of these has told which weights matter most.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from transformers import PreTrainedModel
 from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.models.budget.plan import Losses, check_loaded, relative_errors, rows_of, weights_to_plan
+from hf_trainweights.models.budget.allocation import Losses, check_loaded, relative_errors, rows_of, weights_to_allocate
 from hf_trainweights.models.budget.sensitivity import Batch, does_not_run, random_tokens, sensitivities
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.choosing.selection import choose
@@ -34,8 +33,8 @@ from hf_trainweights.models.loading.stored_weights import StoredWeight
 from hf_trainweights.tensor.modules import as_parameter, parameter_places, put_parameter
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
-# In which weights stand while it is measured how much each one matters. int4 would take half the memory, but a quarter
-# of all the time that a budget takes: it is made in eight times that of int8.
+# The format that weights have while a forward pass measures how much each one matters; it is exact enough for that.
+# int4 would take half the memory, but a quarter of all the time of a budget: it is made in eight times that of int8.
 MEASURED_IN = Int8()
 
 _logger = logging.getLogger(__name__)
@@ -47,12 +46,12 @@ def measure_in_memory(
     calibration: Iterable[Batch] | None,
     spill: Spill | None = None,
 ) -> tuple[dict[str, Losses], dict[str, float]]:
-    """Measure the weights of a loaded module, with random tokens if there is no calibration and it takes such.
+    """Return the losses and the sensitivities of the weights of a loaded module, both as `allocate` takes them.
 
-    What is returned is what `plan` takes. `spill` takes the copy of the module that is measured with, memory if it is
-    None.
+    If `calibration` is None, random tokens tell the sensitivities of a model that takes tokens. The int8 weights for
+    this measurement go to `spill`; they stay in memory if it is None.
     """
-    weights, losses = weights_to_plan(module, config), {}
+    weights, losses = weights_to_allocate(module, config), {}
     for choice in weights:
         weight = choice.weight.detach()
         check_loaded(choice.name, weight)
@@ -70,11 +69,11 @@ def measure_in_memory(
 
 
 def sensitivities_of_tokens(module: nn.Module, weights: Sequence[Choice]) -> dict[str, float]:
-    """Return how much a relative error of each weight matters, told from random tokens; empty where that fails."""
+    """Return how much a relative error of each weight matters, measured with random tokens; empty if that fails."""
     try:
         return sensitivities(module, weights, random_tokens(module))
     except Exception as error:
-        # A model may want other inputs beside tokens, and tells so by whatever error that leads to.
+        # A model that needs other inputs beside tokens may raise any error.
         _logger.warning("A random batch does not tell which weights matter (%r), so their sizes decide.", error)
         return {}
 
@@ -82,10 +81,10 @@ def sensitivities_of_tokens(module: nn.Module, weights: Sequence[Choice]) -> dic
 def _as_measured(
     module: nn.Module, choices: Sequence[Choice], spill: Spill | None
 ) -> contextlib.AbstractContextManager[None]:
-    """Let a module have the weights that `measure_checkpoint` measures with, so that both find the same numbers."""
-    # int8 is enough to see how much each weight matters.
-    measured = (replace(each, format=MEASURED_IN) for each in choices if not isinstance(each.weight, QuantizedTensor))
-    made = ((each.weight, as_parameter(keep_in(spill, each.quantize(each.weight)))) for each in measured)
+    """Put weights in int8 into a module, as `measure_checkpoint` does, so that both find the same numbers."""
+    floats = [choice for choice in choices if not isinstance(choice.weight, QuantizedTensor)]
+    in_int8 = (replace(choice, format=MEASURED_IN) for choice in floats)
+    made = ((choice.weight, as_parameter(keep_in(spill, choice.quantize(choice.weight)))) for choice in in_int8)
     return substituted(parameter_places(module), made)
 
 
@@ -93,7 +92,7 @@ def _as_measured(
 def substituted(
     places: Mapping[int, list[tuple[nn.Module, str]]], weights: Iterable[tuple[nn.Parameter, nn.Parameter]]
 ) -> Iterator[None]:
-    """Let a module have others of its weights within the context, each made when those before it are in place."""
+    """Put other weights into a module within the context; each may be made when the ones before it are in place."""
     changed = []
     try:
         for weight, other in weights:
@@ -106,7 +105,7 @@ def substituted(
 
 
 def check_measurable(model: PreTrainedModel, files: Sequence[str]) -> None:
-    """Check that a load is by one process and from files."""
+    """Check that one process loads the model, and from files."""
     if not files:
         next_step = "Load the float model, then call quantize_(model, config)."
         raise ConfigError("bits or size", "the files of a checkpoint", "a state dict", next_step)
@@ -118,50 +117,50 @@ def check_measurable(model: PreTrainedModel, files: Sequence[str]) -> None:
 def measure_checkpoint(
     quantizer: Any, model: PreTrainedModel, files: Sequence[str | os.PathLike[str]], conversions: Sequence[Any]
 ) -> tuple[dict[str, Losses], dict[str, float]]:
-    """Measure the weights that a checkpoint has, for a model on the meta device; quantizer and model stay as they are.
+    """Return the losses and the sensitivities of the weights of a checkpoint, both as `allocate` takes them.
 
-    What is returned is what `plan` takes.
+    The model is on the meta device. Quantizer and model stay as they are.
     """
     config, copied = quantizer.quantization_config, copy.deepcopy(model)
-    planned = weights_to_plan(copied, config)
-    measure = _Measure({each.name for each in planned}, choose(copied, config), quantizer.state.stored, config)
+    to_allocate = weights_to_allocate(copied, config)
+    measure = _Measure({choice.name for choice in to_allocate}, choose(copied, config), quantizer.state.stored, config)
     measuring = copy.copy(quantizer)
     measuring.state, measuring.operation = measure.state, measure
-    read_by(measuring, copied, files, planned[0].weight.dtype if planned else None, conversions)
+    read_by(measuring, copied, files, to_allocate[0].weight.dtype if to_allocate else None, conversions)
     if measure.state.error is not None:
         raise measure.state.error
-    return measure.losses, sensitivities_of_tokens(copied, planned)
+    return measure.losses, sensitivities_of_tokens(copied, to_allocate)
 
 
 class _Measure(TrainWeightsQuantize):
     """Measures weights as they are loaded, and returns them in int8: enough to see how much each one matters.
 
-    `planned` names those whose formats are to be chosen; `chosen` holds these and all others that are to be quantized.
+    `to_allocate` names the weights whose formats are still to be chosen; `chosen` holds all weights to be quantized.
     """
 
     def __init__(
         self,
-        planned: Collection[str],
+        to_allocate: Collection[str],
         chosen: Summary,
         stored: Mapping[str, StoredWeight],
         config: TrainWeightsConfig,
     ):
         super().__init__(LoadState(MEASURED_IN))
-        self.state.choices = {each.name: replace(each, format=MEASURED_IN) for each in chosen.quantized}
+        self.state.choices = {choice.name: replace(choice, format=MEASURED_IN) for choice in chosen.quantized}
         self.state.stored = stored
-        self.planned, self.target = planned, config.for_target
+        self.to_allocate, self.target = to_allocate, config.for_target
         self.losses: dict[str, Losses] = {}
 
     def quantize_one(self, name: str, weight: Tensor, model: Any) -> Any:
-        """Measure a weight, and return it in int8; as it is where it is not to be quantized."""
-        if name in self.planned and weight.shape == model.get_parameter_or_buffer(name).shape:
+        """Measure a weight and return it in int8, or unchanged if it is not to be quantized."""
+        if name in self.to_allocate and weight.shape == model.get_parameter_or_buffer(name).shape:
             stored = weight.transpose(-1, -2) if self.state.choices[name].transposed else weight
             self._measure(name, stored.shape, rows_of(stored))
         return super().quantize_one(name, weight, model)
 
     def merge(self, name: str, parts: Sequence[Sequence[NamedLoad]], model: Any) -> Any:
-        """Measure experts before they are merged; None if the weight stays float or its layer keeps it transposed."""
-        if name in self.planned and not self.state.choices[name].transposed:
+        """Measure experts before they are merged, and return them in int8; None for a float or transposed weight."""
+        if name in self.to_allocate and not self.state.choices[name].transposed:
             shape = model.get_parameter_or_buffer(name).shape
             self._measure(name, shape, lambda numbers: rows_of_experts(name, shape, parts, numbers))
         return super().merge(name, parts, model)

@@ -1,9 +1,9 @@
-"""How much a relative error of each weight changes what a model returns, told by gradients and without data.
+"""How much a relative error of each weight changes the outputs of a model, measured by gradients and without data.
 
-Rounding changes a weight W by noise of the relative size t. To second order the outputs then change by t² |W|² / n
-times the squared norm of their derivative by W: the trace of its Fisher information, if they are logits. A forward pass
-on random tokens and a backward pass in a random direction measure that norm for all weights at once.
-`benchmarks.sensitivity` compares it with what noise in one weight after another really changes.
+Rounding changes a weight W of n elements by noise of the relative size t. To second order the outputs then change by
+t² |W|² / n times the squared norm of their derivative by W; for logits this norm is the trace of the Fisher information
+of W. A forward pass on random tokens and a backward pass in a random direction measure the norm for all weights at
+once. `benchmarks.sensitivity` compares it with the real effect of noise in one weight after another.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 Batch = Mapping[str, Tensor] | Tensor
 
 _SEED = 0
-# Twice as many tokens would gain MiniLM .02 dB and a small Llama .06 dB at twice the time and memory. Sequences apart
-# add no noise to each other, so one direction does: a second one would gain .01 dB.
+# Twice as many tokens would gain MiniLM .02 dB and a small Llama .06 dB at twice the time and memory. Separate
+# sequences add no noise to each other, so one random direction is enough: a second one would gain .01 dB.
 _SEQUENCES, _TOKENS = 2, 32
 # Rows of a float weight that are widened at a time.
 _WIDENED_ROWS = 4096
-# Rows that tell the mean square of a weight: if one row's is 30 % off, theirs is 2 %, a fiftieth of a bit.
+# Rows that the mean square of a weight is taken of. If one row is 30 % off, all these are 2 % off, a fiftieth of a bit.
 _SQUARED_ROWS = 256
 
 
 def random_tokens(model: nn.Module) -> list[dict[str, Tensor]]:
-    """Return a batch of random tokens for a model, the same at every call; none for one that takes no tokens alone."""
+    """Return a batch of random tokens for a model, the same at every call; no batch if it does not take tokens."""
     if not isinstance(model, PreTrainedModel) or model.main_input_name != "input_ids":
         return []
     embeddings = model.get_input_embeddings()
@@ -53,16 +53,15 @@ def random_tokens(model: nn.Module) -> list[dict[str, Tensor]]:
 
 
 def does_not_run(error: Exception) -> ConfigError:
-    """Return the error for a batch on which a module raises whatever its own code raises."""
-    expected, found = "inputs that the module runs on", f"{type(error).__name__}: {error}"
-    return ConfigError("calibration", expected, found[:300], "Pass what model(**batch) takes.")
+    """Return the error that tells a user that a module's own code raised `error` on a batch."""
+    expected, problem = "inputs that the module runs on", f"{type(error).__name__}: {error}"
+    return ConfigError("calibration", expected, problem[:300], "Pass what model(**batch) takes.")
 
 
 def sensitivities(model: nn.Module, weights: Sequence[Choice], batches: Iterable[Batch]) -> dict[str, float]:
     """Return how much the outputs of a model change for a relative error of each weight, in any unit, to two digits.
 
-    A weight on which no output depends through the call of its module has none, such as an embedding. The model is left
-    as it was.
+    The result lacks embeddings, and weights on whose modules no output depends. The model is left as it was.
     """
     measured = {choice.name: 0.0 for choice in weights}
     generator = torch.Generator().manual_seed(_SEED)
@@ -70,7 +69,7 @@ def sensitivities(model: nn.Module, weights: Sequence[Choice], batches: Iterable
         stack.enter_context(holding(model.modules(), "training", False))
         # Gradients reach the modules of the model, but no parameter.
         stack.enter_context(holding(model.parameters(), "requires_grad", False))
-        for embedding in (each for each in model.modules() if isinstance(each, nn.Embedding)):
+        for embedding in (module for module in model.modules() if isinstance(module, nn.Embedding)):
             stack.callback(embedding.register_forward_hook(_let_gradients_through).remove)
         stack.enter_context(_Float32Linears())
         for choice in weights:
@@ -88,9 +87,9 @@ def sensitivities(model: nn.Module, weights: Sequence[Choice], batches: Iterable
 
 
 class _Float32Linear(torch.autograd.Function):
-    """`F.linear` by products in float32 of a weight of 16 bits, some rows of which are widened at a time.
+    """`F.linear` that multiplies with a weight of 16 bits in float32, and widens some rows of it at a time.
 
-    Where a CPU has no instructions for 16 bits, PyTorch's own way takes 4 to 9 times as long, and 30 to 65 times for a
+    If a CPU has no instructions for 16 bits, PyTorch's own way takes 4 to 9 times as long, and 30 to 65 times for a
     gradient: docs/performance.md, "The gradient of x".
     """
 
@@ -99,7 +98,7 @@ class _Float32Linear(torch.autograd.Function):
         """Return the output."""
         ctx.weight, ctx.shape = weight, x.shape
         rows = _rows(x)
-        output = torch.cat([rows @ weight[part].float().t() for part in _parts(weight)], dim=-1)
+        output = torch.cat([rows @ weight[chunk].float().t() for chunk in _chunks(weight)], dim=-1)
         output = output if bias is None else output.add_(bias)
         return output.to(x.dtype).view(*x.shape[:-1], len(weight))
 
@@ -108,17 +107,17 @@ class _Float32Linear(torch.autograd.Function):
         """Return the gradient of x."""
         rows = gradient.reshape(-1, len(ctx.weight))
         total = torch.zeros(len(rows), ctx.weight.shape[1], dtype=torch.float32)
-        for part in _parts(ctx.weight):
-            total.addmm_(rows[:, part].float(), ctx.weight[part].float())
+        for chunk in _chunks(ctx.weight):
+            total.addmm_(rows[:, chunk].float(), ctx.weight[chunk].float())
         return total.view(ctx.shape).to(gradient.dtype), None, None
 
 
-def _parts(weight: Tensor) -> list[slice]:
+def _chunks(weight: Tensor) -> list[slice]:
     return [slice(start, start + _WIDENED_ROWS) for start in range(0, len(weight), _WIDENED_ROWS)]
 
 
 class _Float32Linears(TorchFunctionMode):
-    """Within it, float weights are multiplied in float32 where that takes less time."""
+    """A mode in which `F.linear` multiplies with float weights in float32 if that takes less time."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is F.linear and not kwargs and _multiplies_slowly(args[1]):
@@ -127,21 +126,21 @@ class _Float32Linears(TorchFunctionMode):
 
 
 def _multiplies_slowly(weight: Tensor) -> bool:
-    """Return whether a weight is of floats of 16 bits for which its CPU has no instructions."""
+    """Return whether a weight has floats of 16 bits, and its CPU no instructions for these."""
     if isinstance(weight, QuantizedTensor) or weight.device.type != "cpu":
         return False
     return product_dtype(weight.dtype, _SEQUENCES * _TOKENS) != weight.dtype
 
 
 class _Recorder:
-    """A forward hook that adds to `measured` the squared derivatives of what follows by the weight of a module."""
+    """A forward hook that makes the backward pass add the sensitivity of a module's weight to `measured`."""
 
     def __init__(self, choice: Choice, measured: dict[str, float]):
         self.name, self.measured = choice.name, measured
         self.mean_square = _mean_square(choice.weight) if choice.weight.dim() == 2 else None
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        """Let the output tell its gradient; for its size alone it does not stay in memory."""
+        """Ask for the gradient of the output. For experts the squared norms of its rows are kept, not the output."""
         x = inputs[0] if inputs else None
         if not isinstance(x, Tensor) or not isinstance(output, Tensor) or not output.requires_grad:
             return
@@ -151,14 +150,14 @@ class _Recorder:
             output.register_hook(partial(self._add, x.detach(), self.mean_square))
 
     def _add(self, x: Tensor, mean_square: float, gradient: Tensor) -> None:
-        """Add |g' x|², of which no matrix as large as the weight is made."""
+        """Add |g' x|² times the mean square of the weight, and make no matrix as large as the weight for it."""
         gradients, inputs = _rows(gradient), _rows(x)
         self.measured[self.name] += (mean_square * ((gradients @ gradients.T) * (inputs @ inputs.T)).sum()).item()
 
-    def _add_of_experts(self, sizes: Tensor, gradient: Tensor) -> None:
-        """Add what the sizes of outputs tell, relative to which errors are: nobody knows which rows each expert got."""
+    def _add_of_experts(self, squared_norms: Tensor, gradient: Tensor) -> None:
+        """Add errors in proportion to the rows of the output, because it is unknown which rows each expert got."""
         gradients = _rows(gradient)
-        self.measured[self.name] += ((gradients.square().sum(-1) * sizes).sum() / gradients.shape[-1]).item()
+        self.measured[self.name] += ((gradients.square().sum(-1) * squared_norms).sum() / gradients.shape[-1]).item()
 
 
 def _rows(values: Tensor) -> Tensor:
@@ -168,12 +167,11 @@ def _rows(values: Tensor) -> Tensor:
 def _random_derivative(output: Any, generator: torch.Generator) -> Tensor:
     """Return a number whose gradient is a random combination of the gradients of all outputs.
 
-    For logits it is one of log-probabilities of tokens drawn from the model itself, else one of outputs of norm 1.
+    For logits it combines the log-probabilities of tokens drawn from the model itself, else outputs scaled to norm 1.
     """
     logits = getattr(output, "logits", None)
-    first = (
-        logits if isinstance(logits, Tensor) else next(each for each in tensors_in(output) if each.is_floating_point())
-    )
+    floats = (tensor for tensor in tensors_in(output) if tensor.is_floating_point())
+    first = logits if isinstance(logits, Tensor) else next(floats)
     values = first.float().reshape(-1, first.shape[-1])
     if logits is None:
         values = F.normalize(values, dim=-1)
@@ -186,11 +184,11 @@ def _random_derivative(output: Any, generator: torch.Generator) -> Tensor:
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors of what a module returns, in their order."""
+    """Yield the tensors in the output of a module, in their order."""
     if isinstance(output, Tensor):
         yield output
-    for each in output.values() if isinstance(output, Mapping) else output if isinstance(output, list | tuple) else ():
-        yield from tensors_in(each)
+    for item in output.values() if isinstance(output, Mapping) else output if isinstance(output, list | tuple) else ():
+        yield from tensors_in(item)
 
 
 def copied(value: Any) -> Any:
@@ -218,7 +216,7 @@ def _to_differentiate(value: Any, device: torch.device) -> Any:
 
 
 def _mean_square(weight: Tensor) -> float:
-    """Return the mean square of a matrix, told from some of its rows, evenly spaced."""
+    """Return the mean square of a matrix, taken of some of its rows, evenly spaced."""
     values = weight.detach()
     transposed = isinstance(values, QuantizedTensor) and values.transposed
     values = values.t() if transposed else values

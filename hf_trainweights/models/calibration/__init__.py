@@ -1,1 +1,1 @@
-"""Codes that are chosen with texts: block by block, so that what a model returns changes least."""
+"""Codes chosen with texts, block by block, so that the outputs of a model change least."""

@@ -1,4 +1,4 @@
-"""What a model is calibrated with: texts as its tokenizer gives them, or tokens that it writes itself."""
+"""The inputs of calibration: texts as the model's tokenizer gives them, or tokens that the model writes itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Many short texts tell more than few long ones.
 _MOST_TOKENS, _TEXTS_A_BATCH = 512, 16
-# A model writes windows of so many tokens, so many of them or more for layers with many inputs.
+# A model writes windows of so many tokens: so many windows, or more until each input of a layer has so many tokens.
 _WINDOW, _WINDOWS = 128, 64
 _TOKENS_AN_INPUT = 8
 _SEED = 0
@@ -53,12 +53,12 @@ def batches_of_texts(
         raise ConfigError("calibration", "a model that takes tokens", model.main_input_name, next_step)
     texts = [text for text in texts if not isinstance(text, str) or text.strip()]
     if not texts or not all(isinstance(text, str) for text in texts):
-        found = repr(texts)[:80] if texts else "none"
-        raise ConfigError("calibration", "texts", found, "Give some hundred texts, one a line.")
+        problem = repr(texts)[:80] if texts else "none"
+        raise ConfigError("calibration", "texts", problem, "Give some hundred texts, one a line.")
     if tokenizer.pad_token is None:
-        # What stands there does not matter, because the attention mask leaves it out.
+        # Any token can serve as padding, because the attention mask leaves it out.
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
-    # A model with other inputs beside texts has its positions in the configuration of the part that reads these.
+    # A model with other inputs beside texts has its positions in the configuration of the part that reads texts.
     configs = model.config, model.config.get_text_config()
     positions = (getattr(config, "max_position_embeddings", None) for config in configs)
     most = min(_MOST_TOKENS, next(filter(None, positions), _MOST_TOKENS))
@@ -86,17 +86,17 @@ def written_by(model: PreTrainedModel) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(_SEED)
     starts = torch.randint(embeddings.weight.shape[0], (windows, 1), generator=generator)
     try:
-        return [{"input_ids": _write(model, each, generator)} for each in starts.split(_TEXTS_A_BATCH)]
+        return [{"input_ids": _write(model, rows, generator)} for rows in starts.split(_TEXTS_A_BATCH)]
     except Warning:
         raise
     except Exception as error:
-        # Whatever a model raises that takes no cache, or fewer positions than a window.
-        found = f"{type(model).__name__}, with {type(error).__name__}: {error}"
-        raise ConfigError("calibration", expected, found[:300], next_step) from error
+        # A model that takes no cache, or fewer positions than a window has, may raise any error.
+        problem = f"{type(model).__name__}, with {type(error).__name__}: {error}"
+        raise ConfigError("calibration", expected, problem[:300], next_step) from error
 
 
 def _write(model: Any, starts: Tensor, generator: torch.Generator) -> Tensor:
-    """Return windows of tokens that begin with given ones, `[n, _WINDOW]`."""
+    """Return windows of tokens `[n, _WINDOW]` that begin with the tokens `starts`, `[n, 1]`."""
     argument = cache_argument(model) or CACHE_ARGUMENTS[0]
     windows, cache = starts, None
     for _ in range(_WINDOW - 1):

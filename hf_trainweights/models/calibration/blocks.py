@@ -1,11 +1,11 @@
-"""The blocks of a model: where they stand, in which order they run, and what they are called with.
+"""The blocks of a model: which modules they are, in which order they run, and the arguments of their calls.
 
 No model is known by name. A block is an element of an outermost nn.ModuleList or nn.Sequential that has weights to
-quantize, or a layer outside of these, such as the head of a classifier. Blocks of which each gets what the one before
-it returned form a chain, and are walked without running the rest of the model again.
+quantize, or a layer outside of these, such as the head of a classifier. If each block gets the tensor that the block
+before it returned, the hidden tensor, they form a chain: it is walked without running the rest of the model again.
 
-A model keeps the weights of all experts of a layer in one parameter and multiplies by its parts, so that no module is
-called whose input could be seen: what each expert gets is seen in the products of its part of the weight.
+A model keeps the weights of all experts of a layer in one parameter and multiplies by slices of it. So no module is
+called whose input a hook could see. The inputs of an expert are seen in the products with its slice of the weight.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hf_trainweights.models.budget.sensitivity import Batch, copied, does_not_ru
 from hf_trainweights.models.host.models import holding
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
-# Arguments of a call, with `_HIDDEN` in the place of the tensor that goes from block to block.
+# Arguments of the call of a block, with `_HIDDEN` in the place of the hidden tensor.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _HIDDEN = object()
 
@@ -38,7 +38,7 @@ PRODUCTS = frozenset(
 )
 """The functions by which layers multiply rows with a weight."""
 _ALL_PRODUCTS = PRODUCTS | {torch.addmm, F.scaled_dot_product_attention}
-# As many as batches have. A product of so many rows in bfloat16 takes an EPYC of Zen 4 .44 times as long as one in
+# As many rows as batches have. A product of so many rows in bfloat16 takes an EPYC of Zen 4 .44 times as long as one in
 # float32; if oneDNN may not use AVX512_BF16 2.4 times as long, and with AVX2 alone 4.1 times.
 _MANY_ROWS = 512
 
@@ -49,12 +49,12 @@ class Stopped(Exception):  # noqa: N818  (no error: it ends a forward pass whose
 
 @dataclass
 class Stream:
-    """What the blocks of a chain get: in the float model, or in one whose earlier weights are quantized.
+    """The inputs of the blocks of a chain: in the float model, or in one whose earlier weights are quantized.
 
     Args:
-        spill: Where the hidden tensors lie.
-        hidden: By the number of each batch that runs the chain the tensor that goes from block to block.
-        arguments: For each of these batches the call of each block, whose own hidden tensor does not count.
+        spill: Holds the hidden tensors.
+        hidden: The hidden tensor that the next block gets, by the number of each batch that runs the chain.
+        arguments: The arguments of the call of each block, by the number of the batch.
     """
 
     spill: Spill
@@ -62,9 +62,9 @@ class Stream:
     arguments: dict[int, list[Arguments]] = field(default_factory=dict)
 
     def run(self, block: nn.Module, number: int, batch: int) -> Tensor:
-        """Return the first tensor that a block returns for the one that has come to it; that one if it returns none.
+        """Run a block on a batch; return the first tensor in its output, or its hidden tensor if the output has none.
 
-        A block that changes its arguments in place changes copies.
+        The block gets copies, so it may change its arguments in place.
         """
         args, kwargs = copied(self.arguments[batch][number])
         hidden = copied(self.hidden[batch])
@@ -86,7 +86,7 @@ class Stream:
 
 def fast_products(module: nn.Module) -> contextlib.AbstractContextManager[object]:
     """Return a context in which a CPU without instructions for the dtype of a module multiplies in float32."""
-    dtypes = {each.dtype for each in module.parameters() if each.device.type == "cpu"}
+    dtypes = {parameter.dtype for parameter in module.parameters() if parameter.device.type == "cpu"}
     slow = any(product_dtype(dtype, _MANY_ROWS) != dtype for dtype in dtypes)
     return _Float32Products() if slow else contextlib.nullcontext()
 
@@ -102,12 +102,12 @@ class _Float32Products(TorchFunctionMode):
 
 
 def _widened(value: Any, dtype: torch.dtype) -> Any:
-    """Return a tensor of a dtype in float32, and any other value as it is."""
+    """Return a tensor of this dtype in float32, and any other value unchanged."""
     return value.float() if isinstance(value, Tensor) and value.dtype == dtype else value
 
 
 def run_model(module: nn.Module, batch: Batch) -> None:
-    """Run a module on a batch without a cache, until it ends or a hook stops it; ConfigError: it does not run on it."""
+    """Run a module on a batch until it ends or a hook stops it; ConfigError: it does not run on this batch."""
     device = next(module.parameters()).device
     inputs = copied(dict(batch) if isinstance(batch, Mapping) else {"": batch})
     inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
@@ -123,17 +123,17 @@ def run_model(module: nn.Module, batch: Batch) -> None:
 
 @contextlib.contextmanager
 def without_caches(module: nn.Module) -> Iterator[None]:
-    """Let the models of Transformers in a module make no cache, unless a call asks one of them for it.
+    """Keep the models of Transformers in a module from making a cache, unless a call asks one of them for it.
 
-    A model that holds others may not take `use_cache`, and its configuration may not have it: theirs do.
+    A model that holds others may not take `use_cache`, nor have it in its configuration, but the models in it do.
     """
     models = [model for model in module.modules() if isinstance(model, PreTrainedModel)]
     configs = {id(model.config): model.config for model in models if getattr(model.config, "use_cache", False)}
 
     def entered(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         names = list(inspect.signature(model.forward).parameters)
-        is_said = kwargs.get("use_cache") is not None or "use_cache" in names[: len(args)]
-        return args, kwargs if is_said or "use_cache" not in names else {**kwargs, "use_cache": False}
+        is_passed = kwargs.get("use_cache") is not None or "use_cache" in names[: len(args)]
+        return args, kwargs if is_passed or "use_cache" not in names else {**kwargs, "use_cache": False}
 
     with holding(configs.values(), "use_cache", False), contextlib.ExitStack() as stack:
         for model in models:
@@ -142,7 +142,7 @@ def without_caches(module: nn.Module) -> Iterator[None]:
 
 
 def find_chains(module: nn.Module, owners: Iterable[nn.Module], batch: Batch) -> list[list[nn.Module]]:
-    """Return the blocks that a forward pass runs once each, in its order, in chains."""
+    """Return the blocks that a forward pass runs once each, in the order of their calls, grouped in chains."""
     blocks = _blocks(module, set(owners))
     calls: list[nn.Module] = []
     chained: dict[nn.Module, bool] = {}
@@ -150,11 +150,11 @@ def find_chains(module: nn.Module, owners: Iterable[nn.Module], batch: Batch) ->
 
     def entered(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.append(block)
-        found, _ = _take_hidden(args, kwargs)
+        hidden, _ = _take_hidden(args, kwargs)
         before = last[0]
-        if found is not None:
-            # A model may return a view, so identity is too much to ask.
-            chained[block] = before is not None and found.dtype == before.dtype and torch.equal(found, before)
+        if hidden is not None:
+            # Values are compared, not identities: a model may pass a view on.
+            chained[block] = before is not None and hidden.dtype == before.dtype and torch.equal(hidden, before)
 
     def left(block: nn.Module, args: Any, output: Any) -> None:
         # A copy: the model may change it in place before the next block gets it.
@@ -177,7 +177,7 @@ def find_chains(module: nn.Module, owners: Iterable[nn.Module], batch: Batch) ->
 
 
 def capture(module: nn.Module, chain: Sequence[nn.Module], batches: Mapping[int, Batch], spill: Spill) -> Stream:
-    """Return the calls of the blocks of a chain by those batches that run each of them once, in the chain's order."""
+    """Return the inputs of a chain's blocks, for the batches that run each block once and in the chain's order."""
     stream, calls, copies = (
         Stream(spill),
         list[tuple[nn.Module, Tensor | None, Arguments]](),
@@ -213,7 +213,7 @@ def copy_to(spill: Spill, tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def inputs_of(layers: Iterable[nn.Module], see: Callable[[nn.Module, Tensor], None]) -> Iterator[None]:
-    """Within it, call `see` with the layer and its input at each call of one of some layers."""
+    """Call `see` with the layer and its input at each call of one of `layers` within the context."""
 
     def entered(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         see(layer, next(tensors_in([args, kwargs])))
@@ -225,7 +225,7 @@ def inputs_of(layers: Iterable[nn.Module], see: Callable[[nn.Module, Tensor], No
 
 
 class ExpertInputs(TorchFunctionMode):
-    """Within it, collects in `rows` what each expert of a layer's float weight `[E, *, *]` multiplies."""
+    """A mode that collects in `rows` the inputs of each expert of a layer's float weight `[E, *, *]`."""
 
     def __init__(self, weight: Tensor, spill: Spill):
         super().__init__()
@@ -235,7 +235,7 @@ class ExpertInputs(TorchFunctionMode):
         self.rows: list[list[Tensor]] = [[] for _ in weight]
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Look at a product of float tensors, and let it be done."""
+        """Look at the factors of a product of float tensors, and compute it."""
         if func in PRODUCTS and len(args) > 1 and not isinstance(args[1], QuantizedTensor):
             self._see(args[0], args[1])
         return func(*args, **(kwargs or {}))
@@ -245,9 +245,9 @@ class ExpertInputs(TorchFunctionMode):
         if rest or not 0 <= expert < len(self.rows):
             return
         if weight.shape == self._weight.shape:
-            # All experts at once: tokens that are not meant for one of them come to it as zeros.
-            for number, each in enumerate(x):
-                self._keep(number, each[each.any(dim=-1)])
+            # All experts at once: for tokens that are not meant for it, an expert gets zeros.
+            for number, tokens in enumerate(x):
+                self._keep(number, tokens[tokens.any(dim=-1)])
         elif weight.numel() == self._weight[0].numel():
             self._keep(expert, x.reshape(-1, x.shape[-1]))
 
@@ -258,8 +258,8 @@ class ExpertInputs(TorchFunctionMode):
 
 @contextlib.contextmanager
 def one_by_one(module: nn.Module) -> Iterator[None]:
-    """Let the models of Transformers in a module multiply by one expert after another, instead of all at once."""
-    models = [each for each in module.modules() if isinstance(each, PreTrainedModel)]
+    """Make the models of Transformers in a module multiply by one expert after another, not by all at once."""
+    models = [model for model in module.modules() if isinstance(model, PreTrainedModel)]
     saved = [(model.config, dict(vars(model.config))) for model in models]
     try:
         for model in models:
@@ -282,10 +282,10 @@ def without_padding(values: Tensor, batch: Batch) -> Tensor:
 
 
 def _take_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor | None, Arguments]:
-    """Return the tensor that goes from block to block, the first among the arguments, and the others."""
-    for place, value in enumerate(args):
+    """Return the hidden tensor, which is the first among the arguments, and the arguments without it."""
+    for index, value in enumerate(args):
         if isinstance(value, Tensor):
-            return value, ((*args[:place], _HIDDEN, *args[place + 1 :]), kwargs)
+            return value, ((*args[:index], _HIDDEN, *args[index + 1 :]), kwargs)
     for name, value in kwargs.items():
         if isinstance(value, Tensor):
             return value, (args, {**kwargs, name: _HIDDEN})
@@ -293,9 +293,9 @@ def _take_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor 
 
 
 def _blocks(module: nn.Module, owners: set[nn.Module]) -> list[nn.Module]:
-    """Return the elements of the outermost containers that have owners in them, and the owners beside these.
+    """Return the elements of the outermost containers that hold any of the `owners`, and the owners in no container.
 
-    A module without such containers is one block.
+    If there is no such container, the module itself is the one block.
     """
     blocks: list[nn.Module] = []
     inside: set[nn.Module] = set()
@@ -309,9 +309,9 @@ def _blocks(module: nn.Module, owners: set[nn.Module]) -> list[nn.Module]:
 
 
 def _copied_once(value: Any, copies: dict[int, tuple[Any, Any]]) -> Any:
-    """Return a copy of a value, whose tensors and caches that came before share the copy beside them in `copies`.
+    """Return a copy of a value; a tensor or cache that came before gets the same copy again, which `copies` holds.
 
-    A cache stays as it came first: a block reads only its own entries of it, which it makes itself.
+    The copy shows a cache as it came first. That is enough: a block reads only its own entries, which it makes itself.
     """
     if type(value) is dict:
         return {name: _copied_once(entry, copies) for name, entry in value.items()}
@@ -319,6 +319,6 @@ def _copied_once(value: Any, copies: dict[int, tuple[Any, Any]]) -> Any:
         return type(value)(_copied_once(entry, copies) for entry in value)
     _, earlier = copies.get(id(value), (None, None))
     if earlier is None or (isinstance(value, Tensor) and not torch.equal(earlier, value)):
-        # The original is held too, so that no other object gets its identity.
+        # The original is held too, so that no other object gets its id.
         copies[id(value)] = value, copied(value)
     return copies[id(value)][1]

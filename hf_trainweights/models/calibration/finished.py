@@ -1,4 +1,4 @@
-"""Blocks whose codes are chosen, kept on the disk, so that a call that was interrupted goes on where it stopped."""
+"""Blocks whose codes are chosen, kept on the disk, so that a call after an interruption goes on from there."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from hf_trainweights.files.atomic import make_directories, move_file, save_error
 from hf_trainweights.files.safetensors_file import TensorToWrite, write_safetensors
 from hf_trainweights.formats.base import Format
 
-# Stands between the name of a weight and that of one of its tensors, and in no name of a parameter.
+# Stands between the name of a weight and the name of one of its stored tensors. No name of a parameter has it.
 _SEPARATOR = "/"
 
 
 class FinishedBlocks:
-    """The stored tensors of blocks, in files named by all that they depend on; without a directory none are kept.
+    """The stored tensors of finished blocks, a file for each; if the directory is None, no block is kept.
 
-    `sha256` is that of the inputs with which the codes are chosen.
+    A digest of all that a block depends on names its file; `sha256` is that of the inputs that choose the codes.
     """
 
     def __init__(self, directory: Path | None, sha256: str):
         self._directory, self._key = directory, sha256
 
     def read(self, weights: Sequence[tuple[str, Format | None, Tensor]]) -> dict[str, dict[str, Tensor]] | None:
-        """Return the next block's tensors by weight, mapped from the disk; None: it is not finished."""
+        """Return the memory-mapped tensors of the next block by weight, None if the block is not finished."""
         if self._directory is None:
             return None
         sha256 = hashlib.sha256(self._key.encode())
@@ -40,11 +40,11 @@ class FinishedBlocks:
         return _read(self._directory / f"{self._key[:32]}.safetensors")
 
     def write(self, weights: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-        """Keep the block that `read` has asked for; return its tensors as they are mapped, none if none are kept."""
+        """Keep the block that `read` asked for last; return its memory-mapped tensors, or {} if no block is kept."""
         if self._directory is None:
             return {}
         file = self._directory / f"{self._key[:32]}.safetensors"
-        flat = {_SEPARATOR.join((name, part)): each for name, parts in weights.items() for part, each in parts.items()}
+        flat = {_SEPARATOR.join((name, k)): v for name, stored in weights.items() for k, v in stored.items()}
         with save_errors(self._directory, "Nothing of this block was kept."):
             make_directories(self._directory)
             aside = file.with_suffix(".part")
@@ -62,13 +62,13 @@ def remove_blocks(directory: Path) -> None:
 
 
 def _read(file: Path) -> dict[str, dict[str, Tensor]] | None:
-    """Return the tensors of a file by weight; None if it is not there or not whole."""
-    found: dict[str, dict[str, Tensor]] = {}
+    """Return the memory-mapped tensors of a file by weight; None if it is missing or incomplete."""
+    weights: dict[str, dict[str, Tensor]] = {}
     try:
         with safe_open(file, framework="pt") as opened:
-            for key in opened.keys():  # noqa: SIM118  (it is no mapping)
-                name, _, part = key.rpartition(_SEPARATOR)
-                found.setdefault(name, {})[part] = opened.get_tensor(key)
+            for entry in opened.keys():  # noqa: SIM118  (it is no mapping)
+                name, _, key = entry.rpartition(_SEPARATOR)
+                weights.setdefault(name, {})[key] = opened.get_tensor(entry)
     except (FileNotFoundError, SafetensorError):
         return None
-    return found
+    return weights

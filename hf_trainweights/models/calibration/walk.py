@@ -1,7 +1,7 @@
-"""The walk over a model's blocks that chooses the codes of each weight with the inputs it gets.
+"""The walk over a model's blocks that chooses the codes of each weight with the inputs of its layer.
 
-Three streams of inputs pass a block before the next one: that of the float model, that of the model whose codes are
-being chosen, and that of one quantized without calibration, which tells what the calibration is worth.
+Three models run each block before the next one: the float model, the model whose codes are being chosen, and a model
+quantized without calibration, which shows the gain of calibration. A `Stream` holds the inputs of each.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from hf_trainweights.models.loading.conversion import keep_in
 from hf_trainweights.tensor.modules import parameter_places
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
-# With fewer tokens than so many times the inputs of a layer, much of the gain is lost.
+# Much of the gain is lost with fewer tokens than so many times the inputs of a layer.
 _ENOUGH_TOKENS = 4
-# What calibration is worth is told by the first batches alone: a third stream of all would take a fifth more time.
+# The gain is measured with the first batches alone: a third stream of all batches would take a fifth more time.
 _JUDGED_BATCHES = 4
 
 _logger = logging.get_logger(__name__)
@@ -50,7 +50,7 @@ _logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a walk has found: quantized weights, why others are quantized without calibration, and what it was worth."""
+    """The result of a walk: quantized weights, the reasons why other weights are not calibrated, and the gain."""
 
     weights: Mapping[str, QuantizedTensor]
     reasons: Mapping[str, str]
@@ -60,9 +60,9 @@ class Calibration:
 def calibrate(
     module: nn.Module, choices: Sequence[Choice], batches: Sequence[Batch], spill: Spill, finished: FinishedBlocks
 ) -> Calibration:
-    """Choose the codes of finite float weights with inputs of their module, which even an error leaves as it was.
+    """Choose the codes of finite float weights with inputs of their module, which stays as it was, also on an error.
 
-    Blocks that `finished` has from an earlier call are taken from there; those that this call finishes are added.
+    Blocks that `finished` has from an earlier call are taken from there. Blocks that this call finishes are added.
     """
     walk = _Walk(module, choices, batches, spill, finished)
     with (
@@ -82,20 +82,20 @@ def calibrate(
 def require_gain(choices: Sequence[Choice]) -> None:
     """Check that some weights are to have a format whose codes calibration can choose."""
     if not any(map(_gains, choices)):
-        found = ", ".join({str(each.format) for each in choices}) or "none"
+        formats = ", ".join({str(choice.format) for choice in choices}) or "none"
         next_step = "Leave it out: formats of 8 bits gain nothing by it."
-        raise ConfigError("calibration", "a format of 2 to 6 bits or coded", found, next_step)
+        raise ConfigError("calibration", "a format of 2 to 6 bits or coded", formats, next_step)
 
 
 def _gains(choice: Choice) -> bool:
     """Return whether the codes of a weight's format can be chosen column by column."""
-    some = torch.ones(2, choice.stored_shape[-1], dtype=torch.float32)
-    return choice.format is not None and choice.format.columns(some, some[0]) is not None
+    sample = torch.ones(2, choice.stored_shape[-1], dtype=torch.float32)
+    return choice.format is not None and choice.format.columns(sample, sample[0]) is not None
 
 
 @dataclass(frozen=True)
 class _Stage:
-    """Weights whose layers get the same tensor, and that by the number of each batch in the float model."""
+    """Weights whose layers get the same tensor, and this tensor in the float model by the number of each batch."""
 
     choices: list[Choice]
     inputs: dict[int, Tensor]
@@ -117,10 +117,10 @@ class _Walk:
         self._choices: dict[str, Choice] = {}
         for choice in choices:
             self._consider(choice)
-        self._found: dict[str, QuantizedTensor] = {}
+        self._calibrated: dict[str, QuantizedTensor] = {}
         self._tokens = self._missing = 0
-        self._names = {each: name or type(each).__name__ for name, each in module.named_modules()}
-        # Of each block that was passed how far its outputs are off: quantized without calibration and with it.
+        self._names = {inner: name or type(inner).__name__ for name, inner in module.named_modules()}
+        # The errors in the outputs of each block that was passed: quantized without calibration, and with it.
         self._errors: dict[nn.Module, tuple[float, float]] = {}
 
     def _consider(self, choice: Choice) -> None:
@@ -136,7 +136,7 @@ class _Walk:
             self._choices[choice.name] = choice
 
     def chains(self) -> list[list[nn.Module]]:
-        """Return the chains of blocks that a batch of the most arguments runs: one with an image, if there are some."""
+        """Return the chains of blocks that the batch with the most arguments runs, such as a batch with an image."""
         fullest = max(self._batches.values(), key=lambda batch: len(batch) if isinstance(batch, Mapping) else 1)
         return find_chains(self._module, {choice.module for choice in self._choices.values()}, fullest)
 
@@ -146,16 +146,16 @@ class _Walk:
             bar.update(len(chain))
             return
         reference = capture(self._module, chain, self._batches, self._spill)
-        with self._substituted_in_turn(self._found):
+        with self._substituted_in_turn(self._calibrated):
             own = capture(self._module, chain, self._batches, self._spill)
         judged = {batch: self._batches[batch] for batch in list(reference.hidden)[:_JUDGED_BATCHES]}
-        with self._substituted_in_turn(self._plain(self._found)):
+        with self._substituted_in_turn(self._plain(self._calibrated)):
             plain = capture(self._module, chain, judged, self._spill)
         for number, block in enumerate(chain):
             self._choose(block, number, reference, own)
-            with self._substituted(self._found_in(block)):
+            with self._substituted(self._calibrated_in(block)):
                 own.advance(block, number)
-            with self._substituted(self._plain(self._found_in(block))):
+            with self._substituted(self._plain(self._calibrated_in(block))):
                 plain.advance(block, number)
             self._errors[block] = _relative(plain, reference, judged), _relative(own, reference, judged)
             bar.set_postfix(tokens=f"{self._tokens:,}")
@@ -165,17 +165,17 @@ class _Walk:
         """Choose the codes of a block, and let the float model's inputs pass it."""
         stages = self._pass(block, number, reference)
         inside = self._inside(block)
-        kept = self._finished.read([(each.name, each.format, each.weight) for each in inside])
-        if kept is None:
+        finished = self._finished.read([(choice.name, choice.format, choice.weight) for choice in inside])
+        if finished is None:
             for stage in stages:
                 self._choose_stage(stage, block, number, own)
             for choice in inside:
                 if choice.weight.dim() == 3:
                     self._choose_experts(choice, block, number, own)
-            kept = self._finished.write({name: each.tensors for name, each in self._found_in(block).items()})
+            finished = self._finished.write({name: w.tensors for name, w in self._calibrated_in(block).items()})
         for choice in inside:
-            if choice.name in kept:
-                self._take(choice, kept[choice.name])
+            if choice.name in finished:
+                self._take(choice, finished[choice.name])
 
     def _inside(self, block: nn.Module) -> list[Choice]:
         modules = set(block.modules())
@@ -187,7 +187,7 @@ class _Walk:
         stages: list[_Stage] = []
         for batch in stream.hidden:
             layers = [stage.choices[0].module for stage in stages] or linear
-            # All calls are held until the block is done, so that no other tensor gets the identity of an input.
+            # All calls are held until the block is done, so that no other tensor gets the id of an input.
             calls: list[tuple[nn.Module, Tensor, Tensor]] = []
             with inputs_of(layers, lambda layer, x, calls=calls: calls.append((layer, x, _copy_once(calls, x)))):
                 output = stream.run(block, number, batch)
@@ -206,29 +206,29 @@ class _Walk:
         return stages
 
     def _stages(self, linear: Mapping[nn.Module, Choice], calls: Sequence[tuple[nn.Module, Tensor]]) -> list[_Stage]:
-        """Return those weights together that get the same tensor, if their layers run once."""
+        """Group the weights whose layers get the same tensor, leaving out layers that do not run exactly once."""
         layers = [layer for layer, _ in calls]
         for layer, choice in linear.items():
             if layers.count(layer) != 1:
                 self._reasons[choice.name] = (
                     "its layer runs several times" if layer in layers else "its layer is not called"
                 )
-        found: dict[int, _Stage] = {}
+        stages: dict[int, _Stage] = {}
         for layer, x in calls:
             if layers.count(layer) == 1:
-                found.setdefault(id(x), _Stage([], {})).choices.append(linear[layer])
-        return list(found.values())
+                stages.setdefault(id(x), _Stage([], {})).choices.append(linear[layer])
+        return list(stages.values())
 
     def _choose_stage(self, stage: _Stage, block: nn.Module, number: int, own: Stream) -> None:
         """Choose the codes of weights that get the same input."""
         weight = _stored(stage.choices[0])
         moments = Moments(weight.shape[1], weight.device, stage.choices[0].name)
-        with self._substituted(self._found_in(block)):
+        with self._substituted(self._calibrated_in(block)):
             for batch in own.hidden:
-                found, expected = self._input(stage.choices[0], block, number, own, batch), stage.inputs.get(batch)
-                if found is not None:
+                x, reference = self._input(stage.choices[0], block, number, own, batch), stage.inputs.get(batch)
+                if x is not None:
                     # A router may have sent other tokens here than in the float model: nothing is corrected then.
-                    moments.add(found, found if expected is None or expected.shape != found.shape else expected)
+                    moments.add(x, x if reference is None or reference.shape != x.shape else reference)
         factor = moments.factor()
         for choice in stage.choices:
             assert choice.format is not None
@@ -237,9 +237,9 @@ class _Walk:
             self._take(choice, tensors)
 
     def _choose_experts(self, choice: Choice, block: nn.Module, number: int, own: Stream) -> None:
-        """Choose the codes of experts; which tokens they get differs in the float model, so nothing is corrected."""
+        """Choose the codes of experts; the float model may send them other tokens, so nothing is corrected."""
         weight = choice.weight.detach()
-        with self._substituted(self._found_in(block)), ExpertInputs(weight, self._spill) as inputs:
+        with self._substituted(self._calibrated_in(block)), ExpertInputs(weight, self._spill) as inputs:
             for batch in own.hidden:
                 own.run(block, number, batch)
         if any(inputs.rows):
@@ -252,36 +252,37 @@ class _Walk:
         """Keep the stored tensors of a weight."""
         weight, form = _stored(choice), choice.format
         assert form is not None
-        self._found[choice.name] = QuantizedTensor(tensors, form, weight.shape, weight.dtype, choice.transposed)
+        self._calibrated[choice.name] = QuantizedTensor(tensors, form, weight.shape, weight.dtype, choice.transposed)
         self._reasons.pop(choice.name, None)
 
     def _input(self, choice: Choice, block: nn.Module, number: int, stream: Stream, batch: int) -> Tensor | None:
-        """Return what a layer gets, without padding; None if it is not called."""
-        got: list[Tensor] = []
+        """Return the input of a weight's layer, without padding; None if the layer is not called."""
+        inputs: list[Tensor] = []
 
         def see(layer: nn.Module, x: Tensor) -> None:
-            got.append(x)
+            inputs.append(x)
             raise Stopped
 
         with inputs_of([choice.module], see), contextlib.suppress(Stopped):
             stream.run(block, number, batch)
-        return without_padding(got[0], self._batches[batch]) if got else None
+        return without_padding(inputs[0], self._batches[batch]) if inputs else None
 
-    def _found_in(self, block: nn.Module) -> dict[str, QuantizedTensor]:
-        return {each.name: self._found[each.name] for each in self._inside(block) if each.name in self._found}
+    def _calibrated_in(self, block: nn.Module) -> dict[str, QuantizedTensor]:
+        names = [choice.name for choice in self._inside(block)]
+        return {name: self._calibrated[name] for name in names if name in self._calibrated}
 
     def _plain(self, names: Mapping[str, Any]) -> dict[str, QuantizedTensor]:
-        """Return weights quantized without calibration."""
+        """Return the weights of these names, quantized without calibration."""
         chosen = (choice for choice in self._choices.values() if choice.name in names)
         return {choice.name: keep_in(self._spill, choice.quantize(choice.weight)) for choice in chosen}
 
     @contextlib.contextmanager
     def _substituted_in_turn(self, weights: Mapping[str, QuantizedTensor]) -> Iterator[None]:
-        """Let each block that was passed have the values of its quantized weights while it runs, and no other then."""
+        """Put the values of quantized weights into each block that was passed, but only while that block runs."""
         with contextlib.ExitStack() as hooks, contextlib.ExitStack() as running:
 
             def entered(block: nn.Module, args: Any) -> None:
-                inside = {name: weights[name] for name in self._found_in(block)}
+                inside = {name: weights[name] for name in self._calibrated_in(block)}
                 running.enter_context(self._substituted(inside))
 
             for block in self._errors:
@@ -290,19 +291,19 @@ class _Walk:
             yield
 
     def _substituted(self, weights: Mapping[str, QuantizedTensor]) -> contextlib.AbstractContextManager[None]:
-        """Let the module have the values of quantized weights."""
-        floats = [(choice.weight, weights[choice.name]) for choice in self._choices.values() if choice.name in weights]
-        values = ((weight, nn.Parameter(each.dequantize(), requires_grad=False)) for weight, each in floats)
+        """Put the values of quantized weights into the module within the context."""
+        pairs = [(choice.weight, weights[choice.name]) for choice in self._choices.values() if choice.name in weights]
+        values = ((weight, nn.Parameter(other.dequantize(), requires_grad=False)) for weight, other in pairs)
         return substituted(self._places, values)
 
     def result(self) -> Calibration:
-        """Return what was found, with a warning where there were few tokens."""
+        """Return the result of the walk, and warn if there were few tokens."""
         if self._missing:
             wanted = f"{self._tokens + self._missing:,} would be {_ENOUGH_TOKENS} for each input of the largest layer"
             _logger.warning("Calibrated with %s tokens. More are worth more: %s.", f"{self._tokens:,}", wanted)
-        errors = {self._names[block]: each for block, each in self._errors.items()}
+        errors = {self._names[block]: both for block, both in self._errors.items()}
         before, after = next(reversed(errors.values()), (0.0, 0.0))
-        return Calibration(self._found, self._reasons, Calibrated(self._tokens, before, after, errors))
+        return Calibration(self._calibrated, self._reasons, Calibrated(self._tokens, before, after, errors))
 
 
 def _stored(choice: Choice) -> Tensor:
@@ -312,7 +313,7 @@ def _stored(choice: Choice) -> Tensor:
 
 
 def _copy_once(calls: Sequence[tuple[nn.Module, Tensor, Tensor]], x: Tensor) -> Tensor:
-    """Return a copy of a layer's input, the one of an earlier call if that got the same tensor with the same values."""
+    """Return a copy of a layer's input: an earlier call's, if that call got the same tensor with the same values."""
     for _, earlier, copy in calls:
         if earlier is x and torch.equal(copy, x):
             return copy
@@ -320,11 +321,11 @@ def _copy_once(calls: Sequence[tuple[nn.Module, Tensor, Tensor]], x: Tensor) -> 
 
 
 def _relative(stream: Stream, reference: Stream, batches: Iterable[int]) -> float:
-    """Return how far the hidden states of a stream are off, as the norm of the error over their own."""
+    """Return the norm of the error in a stream's hidden tensors, divided by the norm of the reference's."""
     errors = squares = 0.0
     for batch in batches:
         if batch in stream.hidden:
-            found, expected = stream.hidden[batch].float(), reference.hidden[batch].float()
-            errors += (found - expected).square().sum().item()
+            hidden, expected = stream.hidden[batch].float(), reference.hidden[batch].float()
+            errors += (hidden - expected).square().sum().item()
             squares += expected.square().sum().item()
     return (errors / squares) ** 0.5 if squares else 0.0

@@ -1,1 +1,1 @@
-"""A quantized model on disk and on the Hub: its files, its card, and what lies beside them."""
+"""A quantized model on disk and on the Hub: its files, its card, and the files beside them."""

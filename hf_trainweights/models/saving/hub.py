@@ -1,12 +1,12 @@
 """The README.md of a quantized model, and pushes to the Hub.
 
 A generated card ends in a line with the digest of the text above it. Once someone edits the card, the digest no longer
-fits, and the card is theirs: it is never generated again.
+fits. The card is then theirs, and is never generated again.
 
-A push has two steps: the Hub may refuse before a file is written, then one commit is made.
+A push has two steps: the Hub makes the repository, or refuses before a file is written; then one commit is made.
 
-Transformers pushes from inside save_pretrained, knows safetensors only, and leaves the weight files of earlier pushes
-where they are, which a loader might pick instead of the new ones. Here one commit adds and removes.
+Transformers pushes from inside save_pretrained and knows safetensors only. It leaves the weight files of earlier pushes
+in the repository, where a loader might pick them instead of the new ones. Here one commit adds files and removes files.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _MARK_LENGTH = len(_MARK.format("0" * 64))
 
 
 def read_card(file: Path) -> str | None:
-    """Return the text of a card with its own line ends, bytes that are no UTF-8 replaced; None if there is none."""
+    """Return the text of a card, None if there is no file; line ends stay, bytes that are no UTF-8 are replaced."""
     return file.read_bytes().decode(errors="replace") if file.is_file() else None
 
 
 def is_generated(text: str) -> bool:
-    """Return whether `model_card` wrote a card and nobody has edited it since, but for its line ends."""
+    """Return whether `model_card` wrote a card and no one has edited it since; other line ends do not count."""
     text = text.replace("\r\n", "\n")
     body = text[:-_MARK_LENGTH]
     return text == body + _MARK.format(_digest(body))
@@ -67,8 +67,8 @@ def model_card(
 ) -> str:
     """Return the text of a model's card, metadata and Markdown; always the same for the same model and name.
 
-    Licence and task are kept from the card beside the weights that the model was loaded from, else from `earlier`.
-    `calibrated` is what calibration was worth. Of a model that was dequantized, or saves its adapters alone, it
+    Licence and task come from the card beside the weights that the model was loaded from, else from the card `earlier`.
+    `calibrated` holds the gain of calibration. If the model was dequantized, or saves its adapters alone, the card
     mentions no quantized weights.
     """
     quantizer: Any = getattr(model, "hf_quantizer", None)
@@ -92,18 +92,18 @@ def model_card(
 
 
 def with_tags(text: str, tags: Iterable[str]) -> str:
-    """Return a card with further tags, and otherwise as it was."""
+    """Return a card with further tags; all else in it stays as it was."""
     card = ModelCard(text, ignore_metadata_errors=True)
     present = card.data.get("tags") or []
-    missing = [tag for tag in dict.fromkeys(tags) if tag not in present]
-    if not missing:
+    added = [tag for tag in dict.fromkeys(tags) if tag not in present]
+    if not added:
         return text
-    card.data["tags"] = [*present, *missing]
+    card.data["tags"] = [*present, *added]
     return str(card)
 
 
 def calibrated_of(model: PreTrainedModel) -> Calibrated | None:
-    """Return what calibration was worth to a quantized model: just now, or before it was saved where it comes from."""
+    """Return the gain of calibration for a model: measured just now, or read from the directory it was loaded from."""
     quantizer: Any = getattr(model, "hf_quantizer", None)
     if quantizer is None or quantizer.quantization_config.calibration_sha256 is None:
         return None
@@ -112,17 +112,17 @@ def calibrated_of(model: PreTrainedModel) -> Calibrated | None:
 
 
 def _base_model(model: PreTrainedModel, cards: Iterable[dict[str, Any]]) -> str | None:
-    """Return the Hub id of the float model that a model was quantized from, None where it is not known."""
+    """Return the Hub id of the float model that a model was quantized from, None if it is unknown."""
     quantizer: Any = model.hf_quantizer
-    known = quantizer.quantization_config.base_model
-    if known is not None or not quantizer.pre_quantized:
-        return known
-    named = (card.get("base_model") for card in cards)
-    return next((base for base in named if isinstance(base, str)), None)
+    hub_id_in_config = quantizer.quantization_config.base_model
+    if hub_id_in_config is not None or not quantizer.pre_quantized:
+        return hub_id_in_config
+    hub_ids = (card.get("base_model") for card in cards)
+    return next((name for name in hub_ids if isinstance(name, str)), None)
 
 
 def _inherited(cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the licence and the task of the cards: quantizing changes neither."""
+    """Return the licence and the task that the cards give: quantizing changes neither."""
     licensed = next((card for card in cards if card.get("license")), {})
     inherited = {key: licensed[key] for key in _LICENSE if key in licensed}
     task = next((card["pipeline_tag"] for card in cards if card.get("pipeline_tag")), None)
@@ -132,7 +132,7 @@ def _inherited(cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _task(model: PreTrainedModel) -> str | None:
     """Return the Hub's name for the task of a model's class, None for a class without a head."""
     tasks = tasks_of(type(model).__name__)
-    # Of several tasks the last one is the most specific: Gemma 3 takes images too, BART is no fill-mask model.
+    # The last of several tasks is the most specific: Gemma 3 takes images too, BART is no fill-mask model.
     return tasks[-1] if tasks and tasks[-1] not in _GONE_TASKS else None
 
 
@@ -150,7 +150,7 @@ def _signed(data: ModelCardData, parts: Iterable[str]) -> str:
 
 
 def _about(choices: Sequence[Choice], base: str | None, calibrated: Calibrated | None) -> str:
-    before, after = sum(each.bytes_before for each in choices), sum(each.bytes_after for each in choices)
+    before, after = sum(choice.bytes_before for choice in choices), sum(choice.bytes_after for choice in choices)
     source = f"[{base}](https://huggingface.co/{base})" if base else "A Transformers model"
     about = (
         f"{source} with weights quantized by `hf_trainweights`: "
@@ -161,7 +161,7 @@ def _about(choices: Sequence[Choice], base: str | None, calibrated: Calibrated |
 
 def _use(model: PreTrainedModel, repo_id: str) -> str:
     quantized = hasattr(model, "hf_quantizer")
-    # How to import a class of the user's own is not known.
+    # The card cannot say from where a class of the user's own is imported.
     name = type(model).__name__ if hasattr(transformers, type(model).__name__) else "AutoModel"
     package = "hf_trainweights" if quantized else "transformers"
     notice = "import hf_trainweights  # first: without this line the model does not load\n"
@@ -185,7 +185,7 @@ def _contents(choices: Iterable[Choice]) -> str:
     rows = [
         f"| {name} | {len(group)} | {numel:,} | {8 * stored_bytes / max(1, numel):.2f} | {_megabytes(stored_bytes)} |"
         for name, group in sorted(groups.items())
-        for numel, stored_bytes in [(sum(each.numel for each in group), sum(each.bytes_after for each in group))]
+        for numel, stored_bytes in [(sum(one.numel for one in group), sum(one.bytes_after for one in group))]
     ]
     table = "\n".join(rows)
     versions = ", ".join(f"{package} {version}" for package, version in package_versions().items())
@@ -215,7 +215,7 @@ class Push:
     Args:
         present: Names of the files in the repository.
         card: Text of the card in the repository, None if there is none.
-        tags: Of the card to be written.
+        tags: Tags for the card that the push uploads.
         commit_options: Title, branch and so on, as `HfApi.create_commit` takes them.
     """
 
@@ -226,7 +226,7 @@ class Push:
     commit_options: Mapping[str, Any]
 
     def commit(self, directory: Path, names: Iterable[str], card: str, remove: Iterable[str]) -> CommitInfo:
-        """Upload files and a card, and remove others where the repository has them, in one commit."""
+        """Upload files and a card, and remove other files if the repository has them, in one commit."""
         files = {name: directory / name for name in sorted(names)} | {CARD_NAME: card.encode()}
         operations = [CommitOperationAdd(name, source) for name, source in files.items()]
         operations += [CommitOperationDelete(name) for name in sorted(self.present & set(remove) - files.keys())]
@@ -235,9 +235,9 @@ class Push:
         except Warning:
             raise
         except Exception as error:  # The errors of the Hub's client, its HTTP library and hf_xet share no other class.
-            found = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             next_step = "A commit is made whole or not at all: push again."
-            raise SaveError(self.repo_id, "the Hub to take the upload", found, next_step) from error
+            raise SaveError(self.repo_id, "the Hub to take the upload", problem, next_step) from error
 
 
 def begin_push(
@@ -251,7 +251,7 @@ def begin_push(
     create_pr: bool = False,
     tags: str | Sequence[str] | None = None,
 ) -> Push:
-    """Make repository and branch, unless they exist, and list the files there; the Hub's errors are passed on."""
+    """Make repository and branch unless they exist, and list the files there; the Hub's errors are passed on."""
     api = HfApi()
     repo_id = api.create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
     # A pull request is opened against a branch that exists; refs/pr/1 is one.
@@ -260,7 +260,7 @@ def begin_push(
     present = frozenset(api.list_repo_files(repo_id, revision=revision, token=token))
     card = None
     if CARD_NAME in present:
-        # The download goes past the cache, which would give an old card where the Hub does not answer.
+        # The download goes past the cache, which would give an old card if the Hub does not answer.
         with tempfile.TemporaryDirectory() as directory:
             file = api.hf_hub_download(repo_id, CARD_NAME, revision=revision, token=token, local_dir=directory)
             card = read_card(Path(file))
@@ -284,9 +284,9 @@ def choose_card(model: PreTrainedModel, push: Push, beside: str | None, calibrat
 
 
 def hub_id(model: PreTrainedModel) -> str | None:
-    """Return the Hub id that a model was loaded from, None where it was not.
+    """Return the Hub id that a model was loaded from, None if it came from a directory or was made here.
 
-    Ask before the working directory changes, or a relative path may look like an id.
+    Call this before the working directory changes: after that a relative path may look like an id.
     """
     source = model.config.name_or_path or ""
     try:

@@ -1,6 +1,6 @@
-"""New directories of models: written aside, then put in place, with the files that lie beside the weights.
+"""New directories of models: each is written under a temporary name, then put in place.
 
-Some of these are copied, such as tokenizer and licence; the configuration is written anew.
+Files beside the weights are copied, such as tokenizer and licence. The configuration is written anew.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hf_trainweights.models.host.checkpoints import save_remote_code
 from hf_trainweights.models.host.models import configurations_within
 
 _UNCHANGED = "It is as it was."
-# Files that are not copied: those that the quantized model writes itself, float weights, and training state.
+# Files that are not copied: files that the quantized model writes itself, float weights, and training state.
 _LEFT_BEHIND = (
     *FOREIGN_WEIGHTS,
     *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.index*.json", "config.json", "README.md", ".*"),
@@ -42,7 +42,7 @@ _LEFT_BEHIND = (
 _CHUNK_BYTES = 1 << 20
 # Folders of tokenizers and processors, and of modules that sentence-transformers puts after the model.
 _FOLDERS = ("additional_chat_templates", "*tokenizer", "speaker_embeddings", "[0-9]_*")
-# sentence-transformers names the folders of these modules there.
+# In this file sentence-transformers names the folders of these modules.
 _MODULES_NAME = "modules.json"
 _MODULES_AGAIN = "Download it again, or save the model again with sentence-transformers."
 _SHOWN_CHARACTERS = 200
@@ -57,14 +57,14 @@ def require_vacant_directory(out: Path) -> None:
 
 @contextlib.contextmanager
 def new_directory(out: Path) -> Iterator[Path]:
-    """Yield a temporary directory that becomes `out`, durably, unless the block raises: then nothing is left behind."""
-    with contextlib.suppress(OSError):  # what a killed call left beside it, unless it is somebody else's
+    """Yield a temporary directory that becomes `out`, durably; if the block raises, it is removed."""
+    with contextlib.suppress(OSError):  # remove remains of killed calls, but not another user's
         clean_up(out.parent)
     with save_errors(out, _UNCHANGED), create_directory(out) as temporary:
         try:
             yield temporary
         except SaveError as error:
-            # The directory is gone when somebody reads of it.
+            # The temporary directory is gone when the user reads the message.
             where = error.where.replace(str(temporary), str(out))
             raise SaveError(where, error.expected, error.found, error.next_step) from error
         sync_tree(temporary)
@@ -89,8 +89,8 @@ def companions(folder: Path) -> list[Path]:
     """Return the files that `copy_companions` copies, sorted; CorruptFileError: one lies outside of the model."""
     folders = {path for name in _FOLDERS for path in folder.glob(name)}
     folders |= {folder / name for name in _module_folders(folder)}
-    files = [path for path in folder.iterdir() if not any(fnmatch.fnmatch(path.name, each) for each in _LEFT_BEHIND)]
-    files = {path for path in files if path.is_file()}
+    names = [path.name for path in folder.iterdir() if path.is_file()]
+    files = {folder / name for name in names if not any(fnmatch.fnmatch(name, pattern) for pattern in _LEFT_BEHIND)}
     for path in (*files, folder / CONFIG_NAME):
         _require_own(path, folder)
     for below in sorted(folders):
@@ -99,7 +99,7 @@ def companions(folder: Path) -> list[Path]:
 
 
 def _module_folders(folder: Path) -> list[str]:
-    """Return the folders, besides the model's own, of the modules that sentence-transformers makes a model of."""
+    """Return the folders of modules that sentence-transformers puts after the model, as its modules.json names them."""
     file = folder / _MODULES_NAME
     if not file.is_file():
         return []
@@ -118,7 +118,7 @@ def _module_folders(folder: Path) -> list[str]:
 
 
 def _files_below(directory: Path, model: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
-    """Yield the files in a directory of a model and in those below it, but hidden ones and links back to one above."""
+    """Yield the files in and below a directory of a model, except hidden ones and links back to a directory above."""
     above |= {directory.resolve()}
     for path in directory.iterdir() if directory.is_dir() else ():
         if path.name.startswith(".") or path.resolve() in above:
@@ -130,13 +130,13 @@ def _files_below(directory: Path, model: Path, above: frozenset[Path] = frozense
 
 
 def _require_own(path: Path, folder: Path) -> None:
-    """Check that a file is the model's own: a link could put any file of this machine into what is then shared."""
-    home, found = folder.resolve(), path.resolve()
-    # The Hub's cache keeps what a snapshot links to once for all snapshots of a repository.
+    """Check that a file is the model's own: a link could put any file of this machine into a copy that is shared."""
+    home, target = folder.resolve(), path.resolve()
+    # In the Hub's cache all snapshots of a repository link to files in one folder.
     blobs = [home.parent.parent / "blobs"] if home.parent.name == "snapshots" else []
-    if not any(found.is_relative_to(place) for place in (home, *blobs)):
+    if not any(target.is_relative_to(root) for root in (home, *blobs)):
         next_step = "Put a copy of the file in its place if it belongs to the model, else remove the link."
-        raise CorruptFileError(str(path), f"a file in {folder}", f"a link to {found}", next_step)
+        raise CorruptFileError(str(path), f"a file in {folder}", f"a link to {target}", next_step)
 
 
 def _copy(path: Path, target: Path) -> None:
@@ -152,7 +152,7 @@ def _copy(path: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def _reading(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Tell errors of reading the source from those of writing, which save_errors explains."""
+    """Raise a ConfigError where the source cannot be read; `save_errors` explains errors of writing."""
     try:
         yield
     except OSError as error:
@@ -165,9 +165,9 @@ def write_config(
 ) -> None:
     """Write the configuration of a model, its generation configuration, and the files of its own code."""
     config = copy.deepcopy(model.config)
-    # Parts that were quantized before they were put together have one each.
-    for each in configurations_within(config):
-        vars(each).pop("quantization_config", None)
+    # Parts of the model that were quantized before it was put together have a quantization_config each.
+    for part_config in configurations_within(config):
+        vars(part_config).pop("quantization_config", None)
     if quantization_config is not None:
         config.quantization_config = quantization_config
     config.architectures = [type(model).__name__]

@@ -1,4 +1,4 @@
-"""The tensors of a quantized model as a save writes them, where their rows lie in a checkpoint, and their bytes."""
+"""The tensors of a quantized model as a save writes them: their names and rows in a checkpoint, and the files."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ from hf_trainweights.tensor.stored_names import CODED_SUFFIXES, flatten_state_di
 def flat_state_dict(
     model: PreTrainedModel,
     default: Format,
-    given: Mapping[str, Any] | None,
+    state_dict: Mapping[str, Any] | None,
     guarded: bool,
     compress: bool,
     spill: Spill | None,
 ) -> dict[str, Any]:
-    """Return the plain tensors of a model as they are to lie in a file, a tied weight once.
+    """Return the plain tensors of a model that its files are to hold, a tied weight once.
 
-    They are the model's own where nothing is coded. Guards have the names that `name_in_file` turns into those of the
-    file.
+    Only coded tensors are new; `spill` takes them if it is given. A guard has a name that Transformers does not change;
+    `name_in_file` returns its name in the file. If `state_dict` is None, the model's own is saved.
     """
-    state_dict = whole_state_dict(model, given)
+    state_dict = whole_state_dict(model, state_dict)
     compress = compress and not has_adapters(model)
     flat: dict[str, Any] = {}
-    for name, tensor in state_dict.items():
-        stored = flatten_state_dict({name: tensor}, default, compress)
-        flat |= {key: spill.keep(each) if spill and _is_coded(key) else each for key, each in stored.items()}
-    # In front, where they open no shard of their own.
+    for name, weight in state_dict.items():
+        stored = flatten_state_dict({name: weight}, default, compress)
+        flat |= {key: spill.keep(tensor) if spill and _is_coded(key) else tensor for key, tensor in stored.items()}
+    # Guards come first: there they open no shard of their own.
     return _guards_of(state_dict, flat) | flat if guarded and not has_adapters(model) else flat
 
 
@@ -66,16 +66,16 @@ def _is_coded(name: str) -> bool:
 
 
 def _guards_of(state_dict: Mapping[str, Any], flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return guards for weights that do not lie in a file under their own names."""
+    """Return guards for the weights that the files do not hold under their own names."""
     names = [name_for_transformers(name) for name in guarded_names(name for name in state_dict if name not in flat)]
     return {name: make_guard() for name in [NOTICE_NAME, *names]} if names else {}
 
 
 def revert_stored_apart(model: PreTrainedModel, flat: Mapping[str, Any]) -> None:
-    """Let a save of this object rename stored tensors and guards, but convert float tensors alone.
+    """Make a save of this model rename stored tensors and guards, and convert only float tensors.
 
-    A name that would not lead a load back to its weight stays as it is in the model, and so does a float tensor that a
-    checkpoint joins with a quantized one. UnsupportedError: no name leads back to a weight.
+    A stored tensor or guard keeps its name if a load would not find the weight by the new one. A float tensor that a
+    checkpoint joins with a quantized one is not converted either. UnsupportedError: no name leads back to a weight.
     """
     owners = {key: weight for key in flat if (weight := _stored_weight(key)) is not None}
     if has_adapters(model) or not owners:
@@ -94,7 +94,7 @@ def _stored_weight(key: str) -> str | None:
 
 
 def _lost_if_renamed(model: PreTrainedModel, owners: Mapping[str, str]) -> set[str]:
-    """Return the stored tensors and guards that a load would not find by the names that a save gives them."""
+    """Return the tensors and guards of the weights that a load would not find by the names that a save gives them."""
     loaded, renamed = StoredNames(model, conversions_to_load(model)), renamed_by_save(model, owners)
 
     def owner(key: str) -> str | None:
@@ -104,8 +104,8 @@ def _lost_if_renamed(model: PreTrainedModel, owners: Mapping[str, str]) -> set[s
     lost = {key for key, weight in owners.items() if owner(renamed[key]) != weight}
     # All tensors of a weight, and its guard, have names of one kind.
     weights = {owners[key] for key in lost}
-    kept = {key for key, weight in owners.items() if weight in weights}
-    for key in kept:
+    unrenamed = {key for key, weight in owners.items() if weight in weights}
+    for key in unrenamed:
         if owner(key) != owners[key]:
             raise UnsupportedError(
                 owners[key],
@@ -113,12 +113,12 @@ def _lost_if_renamed(model: PreTrainedModel, owners: Mapping[str, str]) -> set[s
                 f"{renamed[key]}, and none by its own name",
                 "Quantize the model again and leave it in float (modules_to_not_convert).",
             )
-    return kept
+    return unrenamed
 
 
-def whole_state_dict(model: PreTrainedModel, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def whole_state_dict(model: PreTrainedModel, state_dict: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return all tensors of a model, offloaded ones too, a tied weight once, under the name that Transformers keeps."""
-    state_dict = dict(model.state_dict(keep_vars=True) if given is None else given)
+    state_dict = dict(model.state_dict(keep_vars=True) if state_dict is None else state_dict)
     for name, tensor in state_dict.items():
         if isinstance(tensor, Tensor) and tensor.is_meta:
             state_dict[name] = load_offloaded(model, name)
@@ -130,19 +130,19 @@ def whole_state_dict(model: PreTrainedModel, given: Mapping[str, Any] | None = N
 
 
 def memory_key(tensor: Tensor) -> object:
-    """Return what two tensors have in common that are the same values in the same memory, seen in the same way."""
+    """Return a key that two tensors share if they view the same memory in the same way."""
     tensor = local_tensor(tensor)
     if isinstance(tensor, QuantizedTensor):
-        held = tuple((name, memory_key(each)) for name, each in tensor.held.tensors.items())
+        held = tuple((name, memory_key(stored)) for name, stored in tensor.held.tensors.items())
         return held, tensor.format, tensor.stored_shape, tensor.transposed, tensor.dtype
     # Tensors without elements have no address.
     address = tensor.data_ptr() if tensor.numel() else id(tensor)
-    seen = tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg()
-    return address, tensor.device, seen
+    view = tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg()
+    return address, tensor.device, view
 
 
 def get_memory_footprint(self: nn.Module, return_buffers: bool = True) -> int:
-    """Return the bytes that the model holds in this process, quantized weights by their stored tensors."""
+    """Return the bytes of the model in this process; a quantized weight counts by its stored tensors."""
     parameters = sum(
         p.stored_bytes if isinstance(p, QuantizedTensor) else p.numel() * p.element_size()
         for p in map(local_tensor, self.parameters())
@@ -153,16 +153,16 @@ def get_memory_footprint(self: nn.Module, return_buffers: bool = True) -> int:
 def matrices_in_checkpoint(
     model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, dict[str, slice] | None]:
-    """Return for each weight its matrices' names in a checkpoint, each with its rows among those of all experts.
+    """Return for each weight the names of its matrices in a checkpoint, and the rows of each among all its rows.
 
-    `shapes` are stored shapes `[*, N, K]`. A weight that a checkpoint splits within a matrix, merges, reorders or joins
-    with another one has None.
+    `shapes` are stored shapes `[*, N, K]`; the rows of experts are counted through. The value is None for a weight that
+    a checkpoint splits within a matrix, merges, reorders or joins with another one.
     """
-    # All members of such a group, also those that `shapes` lacks, make one tensor of a checkpoint.
+    # All weights of such a group, also ones that `shapes` lacks, make one tensor of a checkpoint.
     own_names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     joined = set().union(*joined_by_save(model, own_names))
-    # What a checkpoint splits are rows. So their numbers tell where each goes, and no weight is copied. Each stands
-    # there twice: Transformers 5.17 drops all dimensions of size 1 where it splits experts.
+    # A checkpoint splits weights by rows. So Transformers converts numbers of rows here, and no weight is copied. Each
+    # number stands twice in its row: Transformers 5.17 drops all dimensions of size 1 where it splits experts.
     names, numbers, ends = [name for name in shapes if name not in joined], {}, [0]
     for name in names:
         *lead, _ = shapes[name]
@@ -172,14 +172,14 @@ def matrices_in_checkpoint(
     broken: set[str] = joined.intersection(shapes)
     for saved_name, rows in checkpoint_tensors(model, numbers).items():
         first, count = int(rows.flatten()[0]), rows.numel() // 2
-        place = bisect.bisect_right(ends, first) - 1
-        name, shape = names[place], shapes[names[place]]
+        index = bisect.bisect_right(ends, first) - 1
+        name, shape = names[index], shapes[names[index]]
         N = shape[-2]
-        start = first - ends[place]
-        expected = torch.arange(first, first + count, device=rows.device)
-        whole = torch.equal(rows.reshape(-1, 2), expected.view(count, 1).expand(count, 2))
+        start = first - ends[index]
+        consecutive = torch.arange(first, first + count, device=rows.device)
+        in_order = torch.equal(rows.reshape(-1, 2), consecutive.view(count, 1).expand(count, 2))
         fits = count == N if len(shape) == 2 else start // N == (start + count - 1) // N
-        if not (whole and fits and saved_name.endswith(".weight")):
+        if not (in_order and fits and saved_name.endswith(".weight")):
             broken.add(name)
         matrices[name][saved_name] = slice(start, start + count)
     return {name: None if name in broken else matrices[name] for name in shapes}
@@ -202,7 +202,7 @@ class ShardWriter:
     def finish(self, directory: Path, as_bin: bool) -> dict[str, str]:
         """Rename guards in the index, and make `.bin` files if asked for; return the SHA-256 of each file by its name.
 
-        What a class with a `save_pretrained` of its own has written is written again.
+        A file that a class wrote by a `save_pretrained` of its own is written again.
         """
         for file in directory.glob("*.safetensors"):
             if file.name not in self._digests:
@@ -219,11 +219,11 @@ class ShardWriter:
 
 
 def _rewrite_as_bin(file: Path) -> tuple[str, str]:
-    """Replace a safetensors file by its `.bin` twin, as Transformers 5 writes none; return name and SHA-256 of that."""
+    """Replace a safetensors file by a `.bin` file, as Transformers 5 writes none; return its name and SHA-256."""
     twin = file.with_name(bin_name(file.name))
     # torch.save refuses two tensors of different dtypes at one address, where those without elements lie in the map.
     tensors = {name: t if t.numel() else torch.empty_like(t) for name, t in _mapped(file)[0].items()}
-    # Through an open file: torch.save writes the name of a path into the bytes.
+    # torch.save gets an open file: it would write the name of a path into the bytes.
     with twin.open("wb") as stream:
         digested: Any = DigestedFile(stream)
         torch.save(tensors, digested)
@@ -232,6 +232,6 @@ def _rewrite_as_bin(file: Path) -> tuple[str, str]:
 
 
 def _mapped(file: Path) -> tuple[dict[str, Tensor], dict[str, str] | None]:
-    """Return the tensors of a file, not copied: it may be larger than the free memory; and its metadata."""
+    """Return the memory-mapped tensors of a file, which may be larger than the free memory, and its metadata."""
     with safe_open(file, framework="pt") as shard:
         return {name: shard.get_tensor(name) for name in shard.keys()}, shard.metadata()  # noqa: SIM118

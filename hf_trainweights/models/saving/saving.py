@@ -1,12 +1,12 @@
 """The methods that a quantized model has instead of Transformers' own.
 
-save_pretrained and push_to_hub write both serializations, all or nothing. Transformers 5 writes safetensors only. So
-its own save_pretrained writes into a temporary directory beside the old files, while the weights are held as they lie
-there. Each shard is then rewritten as a `.bin` of the same plain tensors where that is asked for, and every file is
-renamed into place. A file that is memory-mapped by the very model that is saved is replaced, never overwritten.
+save_pretrained and push_to_hub write either serialization, all files or none. Transformers 5 writes safetensors only.
+So its own save_pretrained writes the plain tensors of each weight into a temporary directory beside the old files. If
+`.bin` is asked for, each shard is then rewritten as a `.bin` file of the same tensors. At the end every file is renamed
+into place. A file that the saved model itself has memory-mapped is replaced, never overwritten.
 
-`train` warns where next to nothing would train. `resize_token_embeddings` keeps the codes of old rows, and quantizes
-new rows likewise.
+`train` warns if next to nothing would train. `resize_token_embeddings` keeps the codes of old rows, and quantizes new
+rows in the same format.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from hf_trainweights.tensor.modules import as_parameter, is_quantized, parameter
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.requantizing import requantize
 
-# The arguments of save_pretrained; with push_to_hub=True all others are for the Hub.
+# The arguments of save_pretrained; if push_to_hub=True, all others are for the Hub.
 _SAVE_ARGUMENTS = inspect.signature(PreTrainedModel.save_pretrained)
 
 
 def attach_methods(model: PreTrainedModel) -> None:
-    """Give one model the methods that a quantized one has instead of Transformers' own; the class stays as it is."""
+    """Give one model the methods that a quantized model has instead of Transformers' own; its class stays as it is."""
     for function in (save_pretrained, push_to_hub, get_memory_footprint, resize_token_embeddings, train):
-        # A pickle of a bound method would name the class's own.
+        # A partial, because a pickle of a bound method would name the method of the class.
         setattr(model, function.__name__, functools.partial(function, model))
 
 
@@ -71,26 +71,25 @@ def save_pretrained(
 ) -> None:
     """Save a quantized model, in safetensors or as `pytorch_model.bin`, all files or none.
 
-    Where ranks hold parts of the model, all of them must call this; rank 0 writes what one process would.
+    If ranks hold parts of the model, all of them must call this. Rank 0 writes the same files as one process would.
 
     Args:
         self: The model.
         save_directory: Where to; made if missing. Weight files of an earlier save are removed at the end.
         args: As for Transformers.
         safe_serialization: False for `pytorch_model.bin`; None or True for safetensors.
-        kwargs: As for Transformers: `max_shard_size`, `variant`, `state_dict`, ... With `push_to_hub=True` also
+        kwargs: As for Transformers: `max_shard_size`, `variant`, `state_dict`, ...; if `push_to_hub=True` also
             `repo_id` (default: the directory's name) and the other arguments of `model.push_to_hub`.
 
     Raises:
-        SaveError: The directory cannot be written, the disk is full, or another save into it is running; what was
-            there before is untouched. Or the upload failed, after the files were written.
-        Exception: What the Hub's client refuses, before anything is written; see `push_to_hub`.
+        SaveError: The directory cannot be written, the disk is full, or another save into it is running; the old files
+            are untouched. Or the upload failed, after the files were written.
+        Exception: The Hub's client refuses, before anything is written; see `push_to_hub`.
         UnsupportedError: `distributed_checkpoint` with `safe_serialization=False`, or of a model that ranks hold
             quantized parts of.
     """
     # Not the signature of the model's own class: some classes override it with *args.
-    given = _SAVE_ARGUMENTS.bind(self, save_directory, *args).arguments
-    options = {**given, **kwargs}
+    options = {**_SAVE_ARGUMENTS.bind(self, save_directory, *args).arguments, **kwargs}
     del options["self"], options["save_directory"]
     safe = safe_serialization is None or safe_serialization
     if options.get("distributed_checkpoint") and not safe:
@@ -103,7 +102,7 @@ def save_pretrained(
             "distributed_checkpoint=True",
             "Leave it out: the parts are gathered as codes and scales, and rank 0 writes them.",
         )
-    # Other processes write nothing, or only their own part: they must not hold the directory.
+    # Other processes write nothing, or only their own part: they must not lock the directory.
     if options.get("distributed_checkpoint") or not (in_parts or options.get("is_main_process", True)):
         type(self).save_pretrained(self, save_directory, **options)
         return
@@ -125,7 +124,7 @@ def push_to_hub(
 ) -> CommitInfo | None:
     """Push a quantized model to the Hub, in either serialization, with a model card.
 
-    A card that someone wrote or edited is kept. Weight files of an earlier push are removed in the same commit. Where
+    A card that someone wrote or edited is kept. Weight files of an earlier push are removed in the same commit. If
     ranks hold parts of the model, all of them must call this, and rank 0 pushes.
 
     Args:
@@ -141,8 +140,8 @@ def push_to_hub(
 
     Raises:
         SaveError: The upload failed, or the files could not be written before it.
-        Exception: What the Hub's client refuses, before anything is written: `HFValidationError` for a name that
-            cannot be one, `HfHubHTTPError` without a token that may write there.
+        Exception: The Hub's client refuses, before anything is written: `HFValidationError` for a name that cannot be
+            one, `HfHubHTTPError` if no token may write there.
     """
     options, push_options = {"max_shard_size": max_shard_size}, {"repo_id": repo_id, **kwargs}
     with tempfile.TemporaryDirectory() as directory:
@@ -150,9 +149,9 @@ def push_to_hub(
 
 
 def forget_if_float(module: nn.Module) -> None:
-    """Let a model of Transformers or diffusers whose quantized weights are all gone be a float model again.
+    """Make a model of Transformers or diffusers a float model again if none of its weights is quantized any more.
 
-    A model on the meta device has not got its weights yet.
+    A model on the meta device stays as it is: it has not got its weights yet.
     """
     if any(is_quantized(parameter) or parameter.is_meta for parameter in module.parameters()):
         return
@@ -165,17 +164,17 @@ def forget_if_float(module: nn.Module) -> None:
 def _save_together(
     model: PreTrainedModel, directory: Path, safe: bool, options: dict[str, Any], push_options: dict[str, Any] | None
 ) -> CommitInfo | None:
-    """Save and push a model; one that ranks hold parts of from the first rank, and all ranks must call it."""
+    """Save and push a model; if ranks hold parts of it, all ranks must call this, and the first rank writes."""
     forget_if_float(model)
     if not is_in_parts(model, options.get("state_dict")):
         return _save(model, directory, safe, options, begin_push(**push_options) if push_options else None)
     writes = options.pop("is_main_process", True)
     push = on_first_rank(lambda: begin_push(**push_options) if push_options and writes else None)
-    whole = gather_on_first_rank(model, options.pop("state_dict", None))
+    state_dict = gather_on_first_rank(model, options.pop("state_dict", None))
 
     def write() -> CommitInfo | None:
-        whole_options = {**options, "state_dict": whole}
-        return _save(without_ranks(model), directory, safe, whole_options, push) if writes else None
+        gathered_options = {**options, "state_dict": state_dict}
+        return _save(without_ranks(model), directory, safe, gathered_options, push) if writes else None
 
     return on_first_rank(write)
 
@@ -183,7 +182,7 @@ def _save_together(
 def _save(
     model: PreTrainedModel, directory: Path, safe: bool, options: dict[str, Any], push: Push | None
 ) -> CommitInfo | None:
-    """Save a model and, if there is a push, upload what was saved."""
+    """Save a model and, if there is a push, upload the files."""
     variant = options.get("variant")
     card = calibrated = None
     with staged_files(directory, lambda name: is_replaced(name, variant)) as staged:
@@ -191,11 +190,11 @@ def _save(
         with writing_files_by(writer.write):
             handed_over = _handing_over(model, options.get("state_dict"), Spill(staging))
             type(model).save_pretrained(handed_over, staging, **options)
-        known = name_shards(staging, writer.finish(staging, as_bin=not safe))
+        sha256s = name_shards(staging, writer.finish(staging, as_bin=not safe))
         weights = sorted(file.name for file in staging.iterdir() if is_weight_file(file.name, variant))
         if weights and hasattr(model, "hf_quantizer"):
             calibrated = calibrated_of(model)
-            write_digests(staging, weights, variant, known, None if calibrated is None else asdict(calibrated))
+            write_digests(staging, weights, variant, sha256s, None if calibrated is None else asdict(calibrated))
         if push is not None:
             card = _write_card(model, push, directory, staging, calibrated)
     if push is None or card is None:
@@ -207,7 +206,7 @@ def _save(
 def _write_card(
     model: PreTrainedModel, push: Push, directory: Path, staging: Path, calibrated: Calibrated | None
 ) -> str:
-    """Return the card to upload, the user's own if there is one, and write it where it replaces none of the user's."""
+    """Return the card to upload, and write it to `staging` unless the user has a card of their own in `directory`."""
     beside = read_card(directory / CARD_NAME)
     card = choose_card(model, push, beside, calibrated)
     if beside is None or is_generated(beside):
@@ -215,31 +214,31 @@ def _write_card(
     return card
 
 
-def _handing_over(model: PreTrainedModel, given: Mapping[str, Any] | None, spill: Spill) -> PreTrainedModel:
-    """Return what Transformers is to save: a shallow copy of the model, whose quantizer hands the tensors over.
+def _handing_over(model: PreTrainedModel, state_dict: Mapping[str, Any] | None, spill: Spill) -> PreTrainedModel:
+    """Return a shallow copy of a model for Transformers to save, whose quantizer hands the tensors over.
 
-    Transformers drops a state dict that it is given for a quantized model, so a copy of the quantizer, in a copy of the
-    model that shares all else with it, hands `given` over; the model's own if None.
+    Transformers ignores a state dict that a caller passes for a quantized model. So a copy of the quantizer hands
+    `state_dict` over, or the model's own if it is None.
     """
     if not hasattr(model, "hf_quantizer"):
         return model
     quantizer: Any = copy.copy(model.hf_quantizer)
-    quantizer.state_dict_to_save, quantizer.writes_guards, quantizer.spill = given, True, spill
+    quantizer.state_dict_to_save, quantizer.writes_guards, quantizer.spill = state_dict, True, spill
     saved_model = shallow_copy(model)
     saved_model.hf_quantizer = quantizer
     return saved_model
 
 
 def is_replaced(name: str, variant: str | None) -> bool:
-    """Return whether a file is the work of a save of weights, so that the next one replaces or removes it."""
+    """Return whether a save of weights writes files of this name, so that the next save replaces or removes them."""
     return is_weight_file(name, variant) or name == digests_name(variant)
 
 
 def train(self: PreTrainedModel, mode: bool = True) -> PreTrainedModel:
-    """Set training mode, and warn where nobody has chosen what is to train.
+    """Set training mode, and warn if the user has not chosen which parameters train.
 
-    Transformers' Trainer evaluates a quantized model only if its quantizer lets it train one too. So a model without
-    adapters, of which only norms, biases and the like would train, is told here.
+    Transformers' Trainer evaluates a quantized model only if its quantizer says that it can train. So the quantizer
+    cannot refuse a model without adapters, of which only norms, biases and the like would train, and this method warns.
     """
     if mode and not self.training and _trains_leftovers(self):
         warnings.warn(
@@ -252,7 +251,7 @@ def train(self: PreTrainedModel, mode: bool = True) -> PreTrainedModel:
 
 
 def _trains_leftovers(model: PreTrainedModel) -> bool:
-    """Return whether a model is as it was loaded: each parameter that can train would. Adapters freeze the others."""
+    """Return whether all float parameters would train, as after a load. Adapters or the user would have frozen some."""
     parameters = list(model.parameters())
     quantized = [parameter for parameter in parameters if is_quantized(parameter)]
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
@@ -267,8 +266,8 @@ def resize_token_embeddings(
 ) -> nn.Module:
     """Resize the embeddings and the output head of a quantized model; return the input embeddings.
 
-    Quantized ones are float while Transformers draws new rows and copies the old ones; what it refuses leaves them
-    unchanged.
+    A quantized table is float while Transformers draws new rows and copies the old ones. If Transformers refuses, the
+    tables stay unchanged.
     """
     places = parameter_places(self)
     weights = [getattr(module, "weight", None) for module in _tables(self)]

@@ -1,7 +1,7 @@
 """`save_file` and `load_file`: the weights of any module in one safetensors file, quantized ones included.
 
-The file is what `save_pretrained` writes, guards included, but that each quantized weight has its format beside it: it
-needs no config.json. Of weights that are one tensor the file holds the first, and its metadata names the others.
+The file has the tensors that `save_pretrained` writes, guards included, and beside each quantized weight its format, so
+it needs no config.json. A tensor that weights share lies under the first name, and the metadata lists the others.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def save_file(weights: nn.Module | Mapping[str, Tensor], path: str | os.PathLike
 
     Args:
         weights: The module, or names to tensors; they stay as they are. Equal weights give equal files.
-        path: The file. What is there stays whole until the new file is.
+        path: The file. An older file there stays intact until the new one is.
 
     Raises:
-        ConfigError: A value is no tensor, a tensor has no values, a dtype that safetensors files do not hold, or the
-            name of a part of a quantized weight, a name is no text, or the file's name does not end in `.safetensors`.
-        SaveError: The file cannot be written, or the disk is full; what was there before is untouched.
+        ConfigError: A value is no tensor; a tensor has no values, a dtype that safetensors files do not hold, or the
+            name of a part of a quantized weight; a name is no text; or the file's name does not end in `.safetensors`.
+        SaveError: The file cannot be written, or the disk is full; an older file there is untouched.
 
     Examples:
         >>> import tempfile
@@ -55,28 +55,28 @@ def save_file(weights: nn.Module | Mapping[str, Tensor], path: str | os.PathLike
     for name, tensor in state.items():
         _check_name(name)
         if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.layout is not torch.strided:
-            found = type(tensor).__name__
+            problem = type(tensor).__name__
             if isinstance(tensor, Tensor):
-                found = "one on the meta device" if tensor.is_meta else f"one of layout {tensor.layout}"
-            raise ConfigError(name, "a tensor with values", found, "Leave it out, load it first, or make it dense.")
+                problem = "one on the meta device" if tensor.is_meta else f"one of layout {tensor.layout}"
+            raise ConfigError(name, "a tensor with values", problem, "Leave it out, load it first, or make it dense.")
         if parse_stored_name(name) is not None and not isinstance(tensor, QuantizedTensor):
             expected = "another name: load_file takes this one for a part of a quantized weight"
             raise ConfigError(name, expected, "a plain tensor", "Rename it, or save what load_file returns.")
-    first: dict[object, str] = {}
-    aliases = {name: first.setdefault(memory_key(tensor), name) for name, tensor in state.items()}
+    first_names: dict[object, str] = {}
+    aliases = {name: first_names.setdefault(memory_key(tensor), name) for name, tensor in state.items()}
     # "format" is Transformers' own entry of the metadata.
-    aliases = {name: kept for name, kept in aliases.items() if name not in (kept, "format")}
-    kept = {name: _plain(tensor.detach()) for name, tensor in state.items() if name not in aliases}
+    aliases = {name: first for name, first in aliases.items() if name not in (first, "format")}
+    unique = {name: _plain(tensor.detach()) for name, tensor in state.items() if name not in aliases}
     path = _checked(path)
     with staged_files(path.parent, lambda _: False) as staged:
-        flat = flatten_state_dict(kept, None)
-        flat = guards_of(name for name, tensor in kept.items() if isinstance(tensor, QuantizedTensor)) | flat
+        flat = flatten_state_dict(unique, None)
+        flat = guards_of(name for name, tensor in unique.items() if isinstance(tensor, QuantizedTensor)) | flat
         tensors = {name: TensorToWrite.of(tensor) for name, tensor in flat.items()}
         write_safetensors(staged.path / path.name, tensors, {**aliases, "format": "pt"})
 
 
 def _check_name(name: object) -> None:
-    """Check that a name is one that a safetensors file can give a tensor."""
+    """Check that a safetensors file can give a tensor this name."""
     # "__metadata__" is the format's own entry of the header; half of a surrogate pair has no UTF-8.
     if not isinstance(name, str) or name == "__metadata__" or name.encode(errors="replace").decode() != name:
         expected, next_step = "names that a safetensors file can hold", "Pass tensors by the names of their weights."
@@ -91,7 +91,7 @@ def _checked(path: str | os.PathLike[str]) -> Path:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Return a tensor whose bytes are its values: of conjugated and negated views copies."""
+    """Return a tensor whose bytes are its values: a copy if it is a conjugated or negated view."""
     return tensor if isinstance(tensor, QuantizedTensor) else tensor.resolve_conj().resolve_neg()
 
 
@@ -100,12 +100,12 @@ def load_file(path: str | os.PathLike[str], device: str | torch.device = "cpu") 
 
     Args:
         path: The file. One of `save_pretrained` needs the config.json beside it.
-        device: Where the tensors go.
+        device: The device of the tensors.
 
     Returns:
         Names to tensors for `module.load_state_dict(..., assign=True)`, also of a module on the meta device. Quantized
-        weights are `QuantizedTensor`s. On the CPU they are views of the memory-mapped file. Names that were one tensor
-        are one again.
+        weights are `QuantizedTensor`s. On the CPU they are views of the memory-mapped file. Names that shared one
+        tensor share one again.
 
     Raises:
         CorruptFileError: The file is damaged or incomplete, or does not say the format of a weight.
@@ -130,7 +130,7 @@ def load_file(path: str | os.PathLike[str], device: str | torch.device = "cpu") 
     weights = {name: t for name, t in plain.items() if name not in groups}
     default = _format_beside(path.parent) if groups else None
     weights |= {name: unflatten_weight(name, tensors, None, default) for name, tensors in groups.items()}
-    return weights | {name: weights[kept] for name, kept in metadata.items() if kept in weights and name not in weights}
+    return weights | {twin: weights[name] for twin, name in metadata.items() if name in weights and twin not in weights}
 
 
 def _format_beside(directory: Path) -> Format | None:

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.models.budget.plan import Option, choose_options, smallest_bytes
+from hf_trainweights.models.budget.allocation import Option, choose_options, smallest_bytes
 
 
 def some_options(seed: int, weights: int, formats: int) -> dict[str, list[Option]]:

@@ -1,4 +1,4 @@
-"""A budget of bits or bytes: met, planned the same way everywhere, kept in config.json, and refused by name."""
+"""A budget of bits or bytes: met, allocated the same way everywhere, kept in config.json, and refused by name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hf_trainweights import (
     summary,
 )
 from hf_trainweights.errors import ConfigError, QuantizationError
-from hf_trainweights.models.budget.plan import CANDIDATES, OF_TARGETS
+from hf_trainweights.models.budget.allocation import CANDIDATES, OF_TARGETS
 from hf_trainweights.models.choosing.config_values import TARGETS, Budget
 from hf_trainweights.models.choosing.summary import Summary
 
@@ -84,7 +84,7 @@ def test_a_value_that_is_no_budget_is_refused(arguments: dict[str, Any], message
 @pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("budget", [{"bits": 6.5}, {"bits": 5.2, "include_embeddings": True}, {"size": 0.4}])
-def test_a_model_is_planned_alike_in_memory_and_from_its_files(
+def test_formats_are_allocated_alike_in_memory_and_from_files(
     name: str, budget: dict[str, Any], tmp_path: Path
 ) -> None:
     architecture = ARCHITECTURES[name]
@@ -109,7 +109,9 @@ def test_a_model_is_planned_alike_in_memory_and_from_its_files(
 
 
 @pytest.mark.slow
-def test_a_planned_model_reloads_with_equal_outputs_and_saves_equal_bytes(name: str, tmp_path: Path) -> None:
+def test_a_model_with_allocated_formats_reloads_with_equal_outputs_and_saves_equal_bytes(
+    name: str, tmp_path: Path
+) -> None:
     architecture = ARCHITECTURES[name]
     model = architecture.build()
     found = quantize_(model, TrainWeightsConfig(bits=6.5))
@@ -124,7 +126,7 @@ def test_a_planned_model_reloads_with_equal_outputs_and_saves_equal_bytes(name: 
 
 
 @pytest.mark.slow
-def test_the_saved_plan_makes_the_same_model_without_choosing_again(tmp_path: Path) -> None:
+def test_the_saved_allocation_makes_the_same_model_without_choosing_again(tmp_path: Path) -> None:
     model, again = (ARCHITECTURES["llama"].build() for _ in range(2))
     quantize_(model, TrainWeightsConfig(bits=6.5))
     model.save_pretrained(tmp_path / "first")
@@ -216,7 +218,7 @@ def test_weights_of_which_no_values_are_known_are_refused(tmp_path: Path) -> Non
         quantize_(skeleton, TrainWeightsConfig(bits=6))
 
 
-def test_a_state_dict_cannot_be_planned_as_it_is_loaded() -> None:
+def test_formats_for_a_state_dict_cannot_be_allocated_as_it_is_loaded() -> None:
     model = ARCHITECTURES["llama"].build()
     options: dict[str, Any] = {"config": model.config, "state_dict": model.state_dict()}
     with pytest.raises(ConfigError, match="expected the files of a checkpoint, found a state dict"):
@@ -245,7 +247,7 @@ def test_formats_for_an_export_are_among_those_that_it_holds(target: str, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_planned_for_an_export_as_it_is_loaded(tmp_path: Path) -> None:
+def test_formats_are_allocated_for_an_export_as_a_checkpoint_is_loaded(tmp_path: Path) -> None:
     ARCHITECTURES["llama"].build().save_pretrained(tmp_path)
     config = TrainWeightsConfig(bits=5, for_target="gguf")
     model = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=config)
