@@ -1,4 +1,4 @@
-"""Training state at rest: what a plain PyTorch loop saves and loads, and existing directories made small in place."""
+"""Small training checkpoints: saved and loaded by a plain PyTorch loop, or compressed in existing directories."""
 
 from typing import TYPE_CHECKING
 
@@ -46,7 +46,7 @@ __all__ = [
     "verify_checkpoint",
 ]
 
-# A program that loads a model needs none of them.
+# These modules are imported on first use, because a program that only loads a model does not need them.
 __getattr__ = _lazy(
     __name__,
     {

@@ -1,6 +1,6 @@
-"""A checkpoint directory, whichever of the two layouts it has: found, cleaned, made small and made plain.
+"""Find, clean, compress and restore checkpoint directories of either layout, whole files or sharded.
 
-Here alone is asked which layout it is.
+This module alone decides which layout a directory has.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from hf_trainweights.files.disk import lock_directory, move_aside
 from hf_trainweights.files.staging import remove_abandoned
 
 Layout = WholeLayout | ShardedLayout
-"""How a checkpoint lies on the disk. Both have the same functions, and `directories`: itself, then those in it."""
+"""The layout of a checkpoint on the disk. Both have the same functions, and `directories`: itself, then those in it."""
 
 
 def layout_of(path: Path) -> Layout:
-    """Return the layout of a checkpoint; of a directory that holds none, that of whole files."""
-    parts = dcp_directories(path)
-    return ShardedLayout(path, parts) if parts else WholeLayout(path)
+    """Return the layout of a checkpoint; a directory that holds no checkpoint counts as whole files."""
+    directories = dcp_directories(path)
+    return ShardedLayout(path, directories) if directories else WholeLayout(path)
 
 
 def plain_problem(path: Path) -> str | None:
-    """Say why a checkpoint without a manifest cannot be used; None if all that a resume needs can be read."""
+    """Return why a checkpoint without a manifest cannot be used; None if a resume can read all files that it needs."""
     return progress_problem(path) or layout_of(path).problem()
 
 
 def register_checkpoint(path: Path) -> None:
-    """Look for anchors in a checkpoint, wherever it was when it was written."""
+    """Register the directories of a checkpoint, so that anchors are found there even if it was moved."""
     for directory in layout_of(path).directories:
         register_anchor_directory(directory)
 
@@ -84,10 +84,10 @@ class FoundCheckpoint:
 
 
 def find_checkpoints(root: str | Path) -> Iterator[FoundCheckpoint]:
-    """Check the checkpoints in `root` one after the other, newest first; each is read when it is asked for.
+    """Check the checkpoints in `root` one after the other, newest first; each is read when the iterator reaches it.
 
     Args:
-        root: Where a run keeps its checkpoints.
+        root: The directory in which a run keeps its checkpoints.
 
     Yields:
         One entry per `checkpoint-<step>` directory; a link to one has a problem, because it is never followed.
@@ -101,23 +101,24 @@ def find_checkpoints(root: str | Path) -> Iterator[FoundCheckpoint]:
 
 
 def _require_directory(root: str | Path) -> None:
-    with contextlib.suppress(FileNotFoundError):  # without a directory there are no checkpoints
+    with contextlib.suppress(FileNotFoundError):  # a run without a directory has no checkpoints, which is no error
         os.scandir(root).close()
 
 
 def check_checkpoint(path: Path) -> FoundCheckpoint:
-    """Check a directory called `checkpoint-<step>`: against its manifest, or for completeness where it has none.
+    """Check a directory called `checkpoint-<step>`: against its manifest, or for completeness if it has none.
 
-    A run that was interrupted may still make it small, so one that seems broken is checked again once that is done.
+    The process of an interrupted run may still compress the directory. So if it looks damaged, it is checked again once
+    its lock is free.
     """
     if path.is_symlink():
         problem = "it is a link, not a directory: move what it leads to here"
         return FoundCheckpoint(path, checkpoint_step(path), None, problem)
-    found = _check(path)
-    if found.problem is not None:
+    checkpoint = _check(path)
+    if checkpoint.problem is not None:
         with contextlib.suppress(OSError), lock_directory(path, wait=True):
             return _check(path)
-    return found
+    return checkpoint
 
 
 def _check(path: Path) -> FoundCheckpoint:
@@ -126,31 +127,31 @@ def _check(path: Path) -> FoundCheckpoint:
         if not (path / MANIFEST_NAME).exists():
             return FoundCheckpoint(path, step, None, plain_problem(path) or converted_weights_problem(path))
         report = verify_checkpoint(path)
-        problem = "; ".join(f"{name} {what}" for name, what in report.problems.items())
+        problem = "; ".join(f"{name} {problem}" for name, problem in report.problems.items())
         return FoundCheckpoint(path, step, report.manifest, problem or converted_weights_problem(path))
     except OSError as error:
         return FoundCheckpoint(path, step, None, f"cannot be read: {error}")
 
 
 def latest(root: str | Path) -> str | None:
-    """Return the newest checkpoint that is whole.
+    """Return the newest intact checkpoint.
 
-    That is one whose manifest verifies, or a directory without a manifest, a Trainer's own for example, that has a
-    `trainer_state.json` (or `trainweights_state.pt`), weights that open and, if there is an `optimizer.pt`, a readable
-    one. Such a plain directory has no digests, so it counts as unverified; `find_checkpoints` tells the two apart. A
-    directory from which a Trainer would resume with weights at their starting values is passed over as well.
+    A checkpoint is intact if its manifest verifies. A directory without a manifest, such as a Trainer's own, is intact
+    if it has a `trainer_state.json` (or `trainweights_state.pt`), weights that open and, if there is an `optimizer.pt`,
+    a readable one. Such a plain directory has no digests, so it counts as unverified; `find_checkpoints` tells the two
+    apart. A directory from which a Trainer would resume with weights at their starting values is passed over as well.
 
     Args:
-        root: Where a run keeps its `checkpoint-<step>` directories; it may be missing.
+        root: The directory in which a run keeps its `checkpoint-<step>` directories; it may be missing.
 
     Returns:
         The path, for `Trainer.train(resume_from_checkpoint=...)` or `load_checkpoint`; None if there is none. Each
         newer directory that was passed over is reported as a warning with the reason.
 
     Raises:
-        MissingAnchorError: None is whole, and the base that one of them needs is gone: a run that began anew would
-            write over it.
-        CorruptFileError: Likewise, and the base has changed.
+        MissingAnchorError: No checkpoint is intact, and the base that one of them needs is gone. It is an error because
+            a run that began anew would overwrite that checkpoint.
+        CorruptFileError: No checkpoint is intact, and the base that one of them needs has changed.
         OSError: `root` is no directory, or cannot be read.
 
     Examples:
@@ -159,42 +160,42 @@ def latest(root: str | Path) -> str | None:
         True
     """
     passed_over = []
-    for found in find_checkpoints(root):
-        if found.problem is None:
-            register_checkpoint(found.path)
-            return str(found.path)
-        warnings.warn(f"{found.path} is passed over: {found.problem}", stacklevel=2)
-        passed_over.append(found)
-    for found in passed_over:
-        if found.manifest is not None and found.manifest.base is not None:
-            find_base(found.manifest.base, found.path.absolute())
+    for checkpoint in find_checkpoints(root):
+        if checkpoint.problem is None:
+            register_checkpoint(checkpoint.path)
+            return str(checkpoint.path)
+        warnings.warn(f"{checkpoint.path} is passed over: {checkpoint.problem}", stacklevel=2)
+        passed_over.append(checkpoint)
+    for checkpoint in passed_over:
+        if checkpoint.manifest is not None and checkpoint.manifest.base is not None:
+            find_base(checkpoint.manifest.base, checkpoint.path.absolute())
     return None
 
 
 def latest_on_all_ranks(root: str | Path, group: Any = None) -> str | None:
-    """Return what `latest` finds, on every rank the same; every rank of the group calls it.
+    """Return the result of `latest`, the same on every rank; every rank of the group calls this.
 
     The first rank reads and verifies the checkpoints, so their bytes are read once and not once by each rank.
 
     Args:
-        root: Where a run keeps its `checkpoint-<step>` directories; it may be missing.
-        group: The process group. Default: all ranks. Without a process group this is `latest`.
+        root: The directory in which a run keeps its `checkpoint-<step>` directories; it may be missing.
+        group: The process group. Default: all ranks. In a program of one process this is `latest`.
 
     Returns:
         The path, or None if there is none.
 
     Raises:
-        OSError: `root` cannot be read by the first rank; on every rank.
+        OSError: The first rank cannot read `root`; raised on every rank.
 
     Examples:
         >>> import tempfile
         >>> latest_on_all_ranks(tempfile.mkdtemp()) is None
         True
     """
-    found = (Ranks(group) if group else all_ranks()).decide(lambda: latest(root))
-    if found is not None:
-        register_checkpoint(Path(found))
-    return found
+    path = (Ranks(group) if group else all_ranks()).decide(lambda: latest(root))
+    if path is not None:
+        register_checkpoint(Path(path))
+    return path
 
 
 def compress_directory(
@@ -212,38 +213,38 @@ def compress_directory(
     keep_base: bool = False,
     weights_only: bool = False,
 ) -> Manifest:
-    """Turn a checkpoint directory of the Trainer, or of torch.save, into a small one.
+    """Compress a checkpoint directory of the Trainer, or of torch.save, in place.
 
     Weights become one `pytorch_model.bin` (`adapter_model.bin`), and other torch files keep their names. A file that
-    cannot be encoded stays as it is, with a warning, and so do safetensors of accelerate's `save_state`, which loads
-    tied weights from no other file. Calling it again with the same choices changes nothing.
+    cannot be encoded stays as it is, with a warning. So do safetensors of accelerate's `save_state`, which loads tied
+    weights from no other file. A second call with the same choices changes nothing.
 
     Args:
         path: The directory. Others called `checkpoint-<step>` beside it may hold the anchor.
         mode: A mode of `Policy`.
         rules: Rules of `Policy`.
         keep_weights: Leave the weight files as they are, plain.
-        buffers: Names of weights that are buffers. Default: what an earlier save recorded, else see `find_buffers`.
+        buffers: Names of weights that are buffers. Default: the names recorded earlier, else see `find_buffers`.
         optimizer_names: Names of the optimizer's parameters by their index in `optimizer.pt`.
-        optimizer: It, or its class by name: lossy modes round states of torch's Adam and AdamW alone. Default: the
-            recorded class, else one of these if the groups have exactly its settings.
-        metrics: For the manifest.
+        optimizer: The optimizer, or its class by name: lossy modes round states of torch's Adam and AdamW alone.
+            Default: the recorded class, else one of these if the groups have exactly its settings.
+        metrics: Metrics for the manifest.
         anchor_every: The most checkpoints one anchor serves, at least 1.
         anchor: Plain weights outside the run, a directory or a file, that its first checkpoint is stored against.
-        keep_base: Keep those weights in the run, linked or copied, so that the checkpoint needs nothing outside.
-        weights_only: Take a model without training state as well. `restore_directory` gives it back its safetensors.
+        keep_base: Keep those weights in the run, linked or copied, so that the checkpoint needs no file outside.
+        weights_only: Accept a model without training state as well. `restore_directory` writes its safetensors again.
 
     Returns:
         The manifest that was written.
 
     Raises:
-        ConfigError: An option is wrong, a rule names nothing there, there is nothing at `path` or `anchor`,
-            or there is a model without training state and not `weights_only`.
-        CorruptFileError: A file is damaged or does not fit the manifest, or of two different states nobody knows the
-            newer one; nothing has changed.
+        ConfigError: An option is wrong, a rule fits nothing in the checkpoint, `path` or `anchor` has no weights, or
+            `path` is a model without training state and `weights_only` is not set.
+        CorruptFileError: A file is damaged or does not fit the manifest, or two files with different states have the
+            same time; nothing has changed.
         UnsupportedError: It is of DeepSpeed or of FSDP with LOCAL_STATE_DICT, or sharded with `anchor` or
             `keep_weights`.
-        SaveError: The disk is full or refuses; every file is whole, old or new.
+        SaveError: The disk is full or refuses; every file is intact, old or new.
 
     Examples:
         >>> import tempfile, torch
@@ -253,14 +254,14 @@ def compress_directory(
         'lossless'
     """
     path, base = Path(path).absolute(), BaseChoice.of(anchor, keep_base)
-    wanted: dict[str, Any] = {"keep_weights": keep_weights, "weights_only": weights_only, "metrics": metrics}
+    options: dict[str, Any] = {"keep_weights": keep_weights, "weights_only": weights_only, "metrics": metrics}
     training = {"optimizer_names": optimizer_names or {}, "optimizer_class": class_name(optimizer), "buffers": buffers}
     saves = require_count("anchor_every", anchor_every)
-    return layout_of(path).compress(SaveJob(path, Policy(mode, rules or {}), saves, base, **wanted, **training))
+    return layout_of(path).compress(SaveJob(path, Policy(mode, rules or {}), saves, base, **options, **training))
 
 
 def restore_directory(path: str | Path) -> Manifest:
-    """Turn a small checkpoint directory back into plain files that torch.load reads without this package.
+    """Replace the files of a compressed checkpoint directory by plain ones that torch.load reads without this package.
 
     Args:
         path: The directory. It may have been moved.
@@ -270,9 +271,9 @@ def restore_directory(path: str | Path) -> Manifest:
 
     Raises:
         ConfigError: There is no checkpoint at `path`.
-        CorruptFileError: Something in it is damaged; nothing has changed unless only decoding shows it.
-        MissingAnchorError: It was moved without the anchor it needs.
-        SaveError: The disk is full or refuses; every file is whole, small or plain.
+        CorruptFileError: A file is damaged. Nothing has changed, unless the damage shows only when it is decoded.
+        MissingAnchorError: The directory was moved without the anchor it needs.
+        SaveError: The disk is full or refuses; every file is intact, encoded or plain.
 
     Examples:
         >>> import tempfile, torch
@@ -285,7 +286,7 @@ def restore_directory(path: str | Path) -> Manifest:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint directory: it is gone in one step, its files follow; others keep their links to anchors."""
+    """Remove a checkpoint directory in one step, then its files; other checkpoints keep their links to its anchors."""
     claim = move_aside(path)
     try:
         remove_tree(claim.path)
@@ -296,18 +297,18 @@ def remove_checkpoint(path: Path) -> None:
 def collect_garbage(root: str | Path, *, dry_run: bool = False) -> list[Path]:
     """Remove the leftovers of interrupted saves in a run: temporary files, and anchors that no file refers to.
 
-    Where any checkpoint of the run has a file that is damaged, or that cannot be read, all anchors stay, because that
-    file may need any of them once it is repaired. A warning names it.
+    If any checkpoint of the run has a file that is damaged or cannot be read, all anchors stay, because that file may
+    need any of them once it is repaired. A warning names the file.
 
     Args:
-        root: Where the run keeps its `checkpoint-<step>` directories, or one of these.
-        dry_run: Only say what would be removed.
+        root: The directory in which the run keeps its `checkpoint-<step>` directories, or one of these.
+        dry_run: Return the paths, but remove nothing.
 
     Returns:
-        Paths that were removed, sorted. Files that a living process writes stay.
+        The removed paths, sorted. Files that a living process writes stay.
 
     Raises:
-        OSError: `root` is no directory, or something cannot be read or removed.
+        OSError: `root` is no directory, or a file cannot be read or removed.
 
     Examples:
         >>> import tempfile
@@ -328,7 +329,7 @@ def collect_garbage(root: str | Path, *, dry_run: bool = False) -> list[Path]:
 
 
 def _collect(layout: Layout, directory: Path, is_damaged: Callable[[], bool], *, dry_run: bool) -> list[Path]:
-    """Remove what is left over in one directory, unless someone writes in it."""
+    """Remove the leftovers in one directory, unless another process holds its lock."""
     if not directory.is_dir():
         return []
     with lock_directory(directory) as is_free:
@@ -343,7 +344,7 @@ def _collect(layout: Layout, directory: Path, is_damaged: Callable[[], bool], *,
 
 
 def _is_damaged(checkpoints: Sequence[Path]) -> bool:
-    """Return whether a checkpoint of a run cannot be read whole, and say in a warning which one."""
+    """Return whether a checkpoint of a run has a damaged file, and name the file in a warning."""
     for directory in checkpoints:
         try:
             if intact_manifest(directory) is None:

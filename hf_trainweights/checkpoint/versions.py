@@ -1,4 +1,4 @@
-"""`VersionedModelSaver`: finished models under version numbers, with metadata and a hash that proves them whole."""
+"""`VersionedModelSaver`: finished models under version numbers, with metadata and a hash that shows any damage."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # Buffers that are not in the state dict, if there are any.
 _BUFFERS_NAME = "buffers.pt"
 
-# A copy that runs without the model's class, if one was asked for.
+# A copy that runs without the model's class, if the caller requested one.
 _TORCHSCRIPT_NAME = "model.torchscript.pt"
 
 # https://semver.org, with fewer or more than three numbers allowed.
@@ -46,7 +46,7 @@ class VersionedModelSaver:
     """Keeps versions of a model in `base_dir/<version>`: exact weights, JSON metadata, no code.
 
     Args:
-        base_dir: Where the versions are; it is created by the first save.
+        base_dir: The directory of the versions; the first save creates it.
 
     Examples:
         >>> import tempfile
@@ -70,18 +70,18 @@ class VersionedModelSaver:
         torchscript: bool = False,
         example_inputs: ExampleInputs | None = None,
     ) -> dict[str, Any]:
-        """Write a new version; it appears whole or not at all.
+        """Write a new version, which appears complete or not at all.
 
-        A TorchScript copy is `model.torchscript.pt` in the version's directory, for `torch.jit.load` and libtorch. What
-        TorchScript cannot hold gives a warning, `has_torchscript` in the metadata is False, and the version is whole.
-        PyTorch deprecates TorchScript, and a FutureWarning says so.
+        A TorchScript copy is `model.torchscript.pt` in the version's directory, for `torch.jit.load` and libtorch. If
+        TorchScript cannot represent the model, a warning says so, `has_torchscript` in the metadata is False, and the
+        version is complete without the copy. PyTorch deprecates TorchScript, and a FutureWarning says so.
 
         Args:
             model: Its parameters and buffers are stored exactly, also buffers that its state dict leaves out.
-            version: Like "1.10.0" or "2.0.0-rc.1"; one that exists is never overwritten.
+            version: A string like "1.10.0" or "2.0.0-rc.1"; an existing version is never overwritten.
             config: The arguments that `load` builds the model from: a dict of JSON values, a dataclass or an object
                 with `to_dict`.
-            metrics: JSON; NaN is allowed.
+            metrics: A dict of JSON values; NaN is allowed.
             description: Free text.
             torchscript: Whether to store a TorchScript copy too.
             example_inputs: A tensor, a tuple or a dict of arguments, which the copy is traced with. None for text and
@@ -91,7 +91,7 @@ class VersionedModelSaver:
             The metadata, as `load` returns it.
 
         Raises:
-            ConfigError: The version is no version, or config or metrics hold something that JSON cannot.
+            ConfigError: The version has another form, or config or metrics hold something that JSON cannot.
             SaveError: The version exists, or the disk is full or refuses; nothing is left behind.
         """
         config = _as_dict(config)
@@ -126,16 +126,16 @@ class VersionedModelSaver:
         """Read a version.
 
         Args:
-            version: As it was saved.
-            model_class: The model's class, or any function that returns one. It is called with the stored config as
+            version: The string that it was saved under.
+            model_class: The model's class, or any function that returns a model. It is called with the stored config as
                 keyword arguments; a class of Transformers with its `config_class` made from the config.
-            device: Where the model goes. Default: where `model_class` makes it.
-            **kwargs: Further arguments for `model_class`; they go before those of the config.
+            device: The device of the model. Default: the one on which `model_class` makes it.
+            **kwargs: Further arguments for `model_class`; they override those of the config.
 
         Returns:
-            `(model, metadata)`: the model in eval mode, its weights bit for bit those that were saved, and version,
+            `(model, metadata)`: the model in eval mode with bit for bit the weights that were saved, and version,
             description, config, metrics, model_class, model_hash, has_torchscript, torch_version, package_version,
-            timestamp and files; and quantized, the formats of quantized weights, where there are any.
+            timestamp and files. If there are quantized weights, `quantized` has their formats.
 
         Raises:
             ConfigError: The version does not exist, or `model_class` is missing.
@@ -144,8 +144,9 @@ class VersionedModelSaver:
         path = self._path(version)
         manifest = intact_manifest(path)
         if manifest is None:
-            known = ", ".join(self.list_versions()) or "none yet"
-            raise ConfigError("version", f"one of those in {self._base_dir}: {known}", version, "Choose one of these.")
+            versions = ", ".join(self.list_versions()) or "none yet"
+            expected = f"one of those in {self._base_dir}: {versions}"
+            raise ConfigError("version", expected, version, "Choose one of these.")
         metadata = _metadata(manifest)
         _require_version(path, metadata)
         if model_class is None:
@@ -157,21 +158,21 @@ class VersionedModelSaver:
             raise _no_version(path / WEIGHTS_NAME, type(state).__name__)
         model = _build(model_class, metadata["config"], kwargs)
         if adopt_quantized_weights(model, state, metadata.get("quantized") or {}):
-            # Importing the models' room takes seconds, for which other versions need not wait.
+            # Importing hf_trainweights.models takes seconds, and a version without quantized weights does not need it.
             from hf_trainweights.models.quantize_in_place import adopt
 
             adopt(model)
         _adopt_dtypes(model, state)
         load_module_state(model, state)
         load_transient_buffers(model, load_file(path / _BUFFERS_NAME) if _BUFFERS_NAME in metadata["files"] else {})
-        found = state_sha256({**module_state(model), **transient_buffers(model)})
-        if found != metadata["model_hash"]:
+        sha256 = state_sha256({**module_state(model), **transient_buffers(model)})
+        if sha256 != metadata["model_hash"]:
             next_step = "Build the model as it was when it was saved, or restore the version from a copy."
-            raise CorruptFileError(str(path), f"a model with hash {metadata['model_hash']}", found, next_step)
+            raise CorruptFileError(str(path), f"a model with hash {metadata['model_hash']}", sha256, next_step)
         return model.to(device).eval(), metadata
 
     def list_versions(self) -> list[str]:
-        """List the versions that are there, in semantic order: "1.2.0" before "1.10.0-rc.1" before "1.10.0".
+        """List the existing versions in semantic order: "1.2.0" before "1.10.0-rc.1" before "1.10.0".
 
         Returns:
             Version strings as they were saved; a directory without a manifest is left out.
@@ -191,8 +192,8 @@ class VersionedModelSaver:
 
 
 def _torchscript_copy(model: nn.Module, example_inputs: ExampleInputs | None) -> dict[str, bytes]:
-    """Return the TorchScript file of a model by its name; empty, with a warning, where there can be none."""
-    # The exporters import Transformers' modelling code, which most saves do not need.
+    """Return the TorchScript file of a model by its name; if TorchScript cannot represent it, warn and return {}."""
+    # This imports Transformers' modelling code, which most saves do not need.
     from hf_trainweights.exports.pytorch import DEPRECATION, torchscript_bytes
 
     warnings.warn(DEPRECATION, FutureWarning, stacklevel=3)
@@ -204,7 +205,7 @@ def _torchscript_copy(model: nn.Module, example_inputs: ExampleInputs | None) ->
 
 
 def _require_version(path: Path, metadata: Mapping[str, Any]) -> None:
-    """Check that a manifest is that of a version, not of a checkpoint that lies under its name."""
+    """Check that a manifest is that of a version, not that of a checkpoint in a directory of its name."""
     types = {"model_class": str, "config": dict, "model_hash": str}
     for name, kind in types.items():
         if not isinstance(metadata.get(name), kind):
@@ -218,17 +219,17 @@ def _no_version(path: Path, found: str) -> CorruptFileError:
 
 def _semantic_key(match: re.Match[str]) -> tuple[Any, ...]:
     numbers = [int(number) for number in match[1].split(".")]
-    while numbers and numbers[-1] == 0:  # 1.0 and 1.0.0 are of the same rank
+    while numbers and numbers[-1] == 0:  # 1.0 and 1.0.0 have the same rank
         numbers.pop()
     identifiers = match[2].split(".") if match[2] else []
     # Numbers rank below words, a release above all its release candidates (semver.org, 11).
-    ranks = [(0, int(each), "") if each.isdecimal() else (1, 0, each) for each in identifiers]
+    ranks = [(0, int(word), "") if word.isdecimal() else (1, 0, word) for word in identifiers]
     return numbers, not identifiers, ranks, match.string
 
 
 def _as_dict(config: Any) -> dict[str, Any]:
     if hasattr(config, "to_dict"):
-        return _string_keys(config.to_dict())  # Transformers has integers in id2label, and from_dict knows
+        return _string_keys(config.to_dict())  # Transformers' id2label has integers, which its from_dict restores
     if is_dataclass(config) and not isinstance(config, type):
         return asdict(config)
     if isinstance(config, Mapping):
@@ -239,7 +240,7 @@ def _as_dict(config: Any) -> dict[str, Any]:
 
 
 def _string_keys(value: Any) -> Any:
-    """Return `value` with the keys that JSON would give it."""
+    """Return `value` with integer keys as strings, as JSON would write them."""
     if isinstance(value, Mapping):
         return {str(key) if type(key) is int else key: _string_keys(item) for key, item in value.items()}
     return value
@@ -253,8 +254,8 @@ def _build(model_class: Callable[..., nn.Module], config: Mapping[str, Any], kwa
 
 
 def _adopt_dtypes(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Give parameters and buffers the dtypes they were saved with: a class builds float32, and copying would cast."""
-    cast: dict[Any, torch.Tensor] = {}  # tensors that share memory go on doing so
+    """Cast parameters and buffers to the dtypes they were saved with: a class builds float32, and copying casts."""
+    cast: dict[Any, torch.Tensor] = {}  # by memory, so that tensors that share it go on doing so
     for name, tensor in model.state_dict(keep_vars=True).items():
         stored = state.get(name)
         if isinstance(tensor, torch.Tensor) and isinstance(stored, torch.Tensor) and tensor.dtype != stored.dtype:

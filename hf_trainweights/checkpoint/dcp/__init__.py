@@ -1,1 +1,1 @@
-"""A directory that torch.distributed.checkpoint (DCP) wrote, read without executing its pickle."""
+"""Reading a directory of torch.distributed.checkpoint (DCP), without executing its pickle."""

@@ -1,10 +1,11 @@
-"""DCP's metadata of a directory, which tensors it holds and where: from the manifest, or from a plain `.metadata`.
+"""DCP's metadata of a directory, which lists its tensors and their places: from the manifest, or from `.metadata`.
 
-The manifest says all that `.metadata` says, so that no pickle has to be trusted. docs/sharded_format.md has the keys of
-`sharded`, and those that a report of an item has beside those of `TensorReport`.
+The manifest has all facts that `.metadata` has, so that no pickle has to be trusted. docs/sharded_format.md lists the
+keys of `sharded`, and the keys that the report of an item has in addition to those of `TensorReport`.
 
-`.metadata` is read without trusting it: PyTorch pickles it, and a pickle may call anything. While the pickle is read,
-records that do nothing stand for PyTorch's classes. What they kept is checked, and only then becomes `Metadata`.
+In a plain directory `.metadata` is read without trusting it. PyTorch pickles it, and a pickle may call anything. So
+while the pickle is read, records without behaviour stand for PyTorch's classes. Their contents are checked, and only
+then become `Metadata`.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ from hf_trainweights.files.reading import is_safe_name, open_regular_file
 METADATA_NAME = ".metadata"
 ITEM_SUFFIX = ".distcp"
 VERSION = 1
-"""The version of what a manifest has under `sharded`."""
+"""The version of the field `sharded` of a manifest."""
 
-# A mesh of devices has fewer dimensions; with each, a shard has twice as many corners.
+# Real meshes of devices have fewer dimensions. The limit bounds the work, as each one doubles the corners of a shard.
 _MOST_CUT_DIMENSIONS = 8
 
 _RANGE = re.compile(r"(0|[1-9]\d{0,17}):(0|[1-9]\d{0,17})")
@@ -52,21 +53,22 @@ _TENSOR = re.compile(r"(\w+)\[((?:\d{1,18}(?:,\d{1,18})*)?)\]")
 
 _MAX_METADATA_BYTES = 1 << 30  # a 70B model with AdamW on 64 ranks has 16 MB
 
-# What a pickle may name: anything of these modules, and two functions. A record stands for each, and none is called.
+# The names that a pickle may use: all names in these modules, and two functions. A record stands for each of them, so
+# neither the classes nor the functions are called.
 _RECORDED_MODULES = frozenset(
     {*(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "filesystem")), "pathlib", "pathlib._local"}
 )
 _RECORDED_FUNCTIONS = frozenset({"torch.Size", "torch.serialization._get_layout"})
 
 Entry = TensorStorageMetadata | BytesStorageMetadata
-"""What is known of a name: dtype, shape and shards of a tensor, nothing of an object."""
+"""The description of a name: dtype, shape and shards of a tensor; an object's description has no fields."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an item lies: a file of the checkpoint, the first byte in it and the one after the last.
+    """The place of an item: a file of the checkpoint, the item's first byte in it, and the one after its last byte.
 
-    `crc32` is over these bytes; None in a plain checkpoint, because PyTorch keeps none.
+    `crc32` is the checksum of these bytes; None in a plain checkpoint, because PyTorch stores no checksum.
     """
 
     file: str
@@ -78,7 +80,7 @@ class Place:
 def metadata_of(manifest: Manifest) -> Metadata:
     """Return DCP's metadata of a checkpoint, with a `Place` for each item.
 
-    CorruptFileError: the manifest is not of a sharded checkpoint, of a newer version, or contradicts itself.
+    CorruptFileError: the manifest is not that of a sharded checkpoint, has a newer version, or contradicts itself.
     """
     sharded = manifest.sharded
     if sharded.get("version") != VERSION:
@@ -86,8 +88,8 @@ def metadata_of(manifest: Manifest) -> Metadata:
             "Upgrade hf_trainweights if the checkpoint is newer. FileSystemReader reads a plain one of "
             "torch.distributed.checkpoint, load_checkpoint one of a single process."
         )
-        found = repr(sharded.get("version"))[:80] if sharded else "a checkpoint that is not sharded"
-        raise CorruptFileError("sharded.version", f"version {VERSION}", found, next_step)
+        version = repr(sharded.get("version"))[:80] if sharded else "a checkpoint that is not sharded"
+        raise CorruptFileError("sharded.version", f"version {VERSION}", version, next_step)
     tensors, keys = sharded.get("tensors"), sharded.get("keys")
     if type(tensors) is not dict or type(keys) is not dict:
         raise corrupt("sharded", "tensors and keys", sharded)
@@ -107,7 +109,7 @@ def metadata_of(manifest: Manifest) -> Metadata:
 
 
 def entry_text(entry: Entry) -> str:
-    """Return how a manifest describes a tensor or object."""
+    """Return the text that describes a tensor or object in a manifest, such as `float32[2,3]`."""
     if isinstance(entry, BytesStorageMetadata):
         return _OBJECT
     dtype = str(entry.properties.dtype).removeprefix("torch.")
@@ -120,7 +122,7 @@ def _parse_entry(name: str, text: object, shards: list[ChunkStorageMetadata]) ->
         return BytesStorageMetadata()
     if match is None or match[1] not in DTYPES:
         raise corrupt(f"sharded.tensors[{name!r}]", "a dtype and a shape such as float32[2,3]", text)
-    size = torch.Size(int(each) for each in match[2].split(",") if each)
+    size = torch.Size(int(length) for length in match[2].split(",") if length)
     return TensorStorageMetadata(TensorProperties(dtype=DTYPES[match[1]]), size, shards)
 
 
@@ -147,7 +149,7 @@ def _parse_keys(name: str, text: object) -> tuple[str | int, ...]:
 def _parse_shard(where: str, text: object) -> ChunkStorageMetadata:
     if type(text) is not str:
         raise corrupt(where, "a slice such as 0:64,0:128", text)
-    ranges = [_parse_range(where, part) for part in text.split(",")] if text else []
+    ranges = [_parse_range(where, rows) for rows in text.split(",")] if text else []
     sizes = torch.Size([stop - start for start, stop in ranges])
     return ChunkStorageMetadata(torch.Size([start for start, _ in ranges]), sizes)
 
@@ -160,10 +162,10 @@ def _parse_range(where: str, text: str) -> tuple[int, int]:
 
 
 def read_plain_metadata(directory: Path) -> Metadata:
-    """Read the `.metadata` of a DCP directory; nothing in it is executed. Its `storage_data` are `Place`.
+    """Read the `.metadata` of a DCP directory without executing it; the values of its `storage_data` are `Place`.
 
-    CorruptFileError: it is damaged, too large, contradicts itself, or names anything but DCP's own classes or files in
-    the directory. FileNotFoundError: there is none.
+    CorruptFileError: the file is damaged, too large, contradicts itself, or names other classes than DCP's own or files
+    outside the directory. FileNotFoundError: there is no such file.
     """
     path = directory / METADATA_NAME
     next_step = "Use another checkpoint, or restore this one from a copy; PyTorch's own reader would execute it."
@@ -179,12 +181,12 @@ def read_plain_metadata(directory: Path) -> Metadata:
     except (MemoryError, Warning):
         raise
     except Exception as error:  # pickle raises anything on damaged bytes
-        found = f"{type(error).__name__}: {error}"[:200]
-        raise CorruptFileError(str(path), "the metadata of a DCP checkpoint", found, next_step) from error
+        problem = f"{type(error).__name__}: {error}"[:200]
+        raise CorruptFileError(str(path), "the metadata of a DCP checkpoint", problem, next_step) from error
 
 
 class _Record:
-    """Stands for an object of PyTorch: keeps what the pickle makes of it, and does nothing."""
+    """Stands for an object of PyTorch: stores the arguments and state from the pickle, and has no behaviour."""
 
     def __new__(cls, *args: Any) -> _Record:
         self = object.__new__(cls)
@@ -198,11 +200,11 @@ class _Record:
         self.state = state
 
 
-# The one in C keeps its memo as an array, which a file of 9 bytes makes as long as it likes.
+# The unpickler in C keeps its memo as an array, and a file of 9 bytes can make that array as long as it likes.
 class _Unpickler(pickle._Unpickler):
     def __init__(self, content: bytes):
         super().__init__(io.BytesIO(content))
-        # Classes of their own for each file: a pickle may set attributes of a class that it names.
+        # Each file gets classes of its own, because a pickle may set attributes of a class that it names.
         self._records: dict[str, type[_Record]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -227,7 +229,7 @@ def _unpickled_metadata(root: Any) -> Metadata:
     paths: dict[str, tuple[str | int, ...]] = {}
     for name, path in _typed(dict, fields.get("planner_data") or {}).items():
         paths[_typed(str, name)] = _typed(tuple, path)
-        _require(all(isinstance(part, str | int) for part in path), "keys of strings and numbers", path)
+        _require(all(isinstance(key, str | int) for key in path), "keys of strings and numbers", path)
     version = fields.get("version")
     return _checked(Metadata(entries, paths, places, StorageMeta(), version if isinstance(version, str) else None))
 
@@ -237,13 +239,13 @@ def _entry(value: Any) -> Entry:
         return BytesStorageMetadata()
     fields = _fields(value, "TensorStorageMetadata")
     properties = fields["properties"]
-    # TensorProperties keeps a tuple that begins with the dtype.
-    kept = properties.state if _is(properties, "TensorProperties") else None
-    dtype = _typed(torch.dtype, kept[0] if kept else None)
+    # The pickled state of TensorProperties is a tuple that begins with the dtype.
+    state = properties.state if _is(properties, "TensorProperties") else None
+    dtype = _typed(torch.dtype, state[0] if state else None)
     chunks = []
     for chunk in _typed(list, fields["chunks"]):
-        parts = _fields(chunk, "ChunkStorageMetadata")
-        chunks.append(ChunkStorageMetadata(_size(parts["offsets"]), _size(parts["sizes"])))
+        corner = _fields(chunk, "ChunkStorageMetadata")
+        chunks.append(ChunkStorageMetadata(_size(corner["offsets"]), _size(corner["sizes"])))
     return TensorStorageMetadata(TensorProperties(dtype=dtype), _size(fields["size"]), chunks)
 
 
@@ -264,7 +266,7 @@ def _place(value: Any) -> Place:
 
 def _size(value: Any) -> torch.Size:
     _require(_is(value, "Size") and len(value.args) == 1, "a torch.Size", value)
-    return torch.Size([_natural(each) for each in _typed(tuple, value.args[0])])
+    return torch.Size([_natural(length) for length in _typed(tuple, value.args[0])])
 
 
 def _natural(value: Any) -> int:
@@ -299,9 +301,9 @@ def _checked(metadata: Metadata) -> Metadata:
             items.append(MetadataIndex(name))
             continue
         if not fill_whole(entry.size, entry.chunks):
-            found = [(list(shard.offsets), list(shard.sizes)) for shard in entry.chunks[:8]]
+            shards = [(list(shard.offsets), list(shard.sizes)) for shard in entry.chunks[:8]]
             expected = f"shards that together are {entry_text(entry)}, none over another"
-            raise corrupt(f"sharded.tensors[{name!r}]", expected, f"those of {name}: {found}")
+            raise corrupt(f"sharded.tensors[{name!r}]", expected, f"those of {name}: {shards}")
         items += [MetadataIndex(name, shard.offsets) for shard in entry.chunks]
     described, places = set(items), metadata.storage_data or {}
     for index in places:
@@ -314,15 +316,16 @@ def _checked(metadata: Metadata) -> Metadata:
 
 
 def fill_whole(size: Sequence[int], shards: Iterable[ChunkStorageMetadata]) -> bool:
-    """Return whether shards fill a tensor of that shape, no element twice; each of them is looked at once.
+    """Return whether shards fill a tensor of that shape without overlap, in time proportional to their number.
 
-    Give the corners of a box the signs of a chess board. Where boxes lie side by side, the signs of the corners that
-    meet add up to 0, so a filled box shows its own corners alone. Any overlap or hole leaves others.
+    Each shard is a box, and its corners get alternating signs like the fields of a chess board. At a point where boxes
+    meet, the signs of their corners add up to 0. So boxes that fill the tensor leave the corners of the tensor alone.
+    Any overlap or hole leaves other corners.
     """
     boxes = [(shard.offsets, shard.sizes) for shard in shards]
     if any(len(offsets) != len(size) or len(sizes) != len(size) for offsets, sizes in boxes):
         return False
-    cut = [i for i, length in enumerate(size) if any((each[i], sizes[i]) != (0, length) for each, sizes in boxes)]
+    cut = [i for i, length in enumerate(size) if any((start[i], sizes[i]) != (0, length) for start, sizes in boxes)]
     if len(cut) > _MOST_CUT_DIMENSIONS:
         return False
     signs: Counter[tuple[int, ...]] = Counter()
@@ -330,5 +333,5 @@ def fill_whole(size: Sequence[int], shards: Iterable[ChunkStorageMetadata]) -> b
         if math.prod(sizes):
             ends = [((offsets[i], 1), (offsets[i] + sizes[i], -1)) for i in cut]
             for corner in itertools.product(*ends):
-                signs[tuple(place for place, _ in corner)] += sign * math.prod(each for _, each in corner)
+                signs[tuple(end for end, _ in corner)] += sign * math.prod(end_sign for _, end_sign in corner)
     return not any(signs.values())

@@ -1,6 +1,7 @@
-"""What a DCP directory holds, plain or encoded, read without executing a pickle: by one process, or by all ranks.
+"""Read the tensors and values of a DCP directory, plain or encoded, without executing a pickle.
 
-`ShardedContents` reads tensor by tensor in one process, `TrainWeightsReader` for `torch.distributed.checkpoint.load`.
+`ShardedContents` reads tensor by tensor in one process. `TrainWeightsReader` serves `torch.distributed.checkpoint.load`
+on all ranks.
 """
 
 from __future__ import annotations
@@ -36,23 +37,23 @@ _NEXT_STEP = "Use another checkpoint, or restore this one from a copy."
 
 
 def _is_dcp_directory(path: Path) -> bool:
-    """Return whether a directory holds a DCP checkpoint, or what an interrupted save left of one."""
+    """Return whether a directory holds a DCP checkpoint, or files of one whose save was interrupted."""
     return path.is_dir() and ((path / METADATA_NAME).exists() or next(path.glob(f"*{ITEM_SUFFIX}"), None) is not None)
 
 
 def dcp_directories(path: Path) -> list[Path]:
-    """Return the DCP directories of a checkpoint, sorted: itself, or those that a Trainer wrote in it; else none."""
+    """Return the DCP directories of a checkpoint, sorted: itself, or those that a Trainer wrote in it; may be empty."""
     if not path.is_dir():
         return []
-    # The checkpoints of a run may be such directories, too.
-    parts = (each for each in path.iterdir() if not each.name.startswith("checkpoint-"))
-    return [path] if _is_dcp_directory(path) else sorted(filter(_is_dcp_directory, parts))
+    # If `path` is the directory of a run, its checkpoints may be DCP directories, which do not count.
+    children = (child for child in path.iterdir() if not child.name.startswith("checkpoint-"))
+    return [path] if _is_dcp_directory(path) else sorted(filter(_is_dcp_directory, children))
 
 
 class ShardedContents:
     """The tensors and values in a DCP directory, by the names that DCP gave them; `manifest` is None in a plain one.
 
-    ConfigError: the directory is none. CorruptFileError: its metadata are damaged or missing.
+    ConfigError: it is no DCP directory. CorruptFileError: its metadata are damaged or missing.
     """
 
     def __init__(self, directory: Path):
@@ -65,17 +66,17 @@ class ShardedContents:
 
     @property
     def places(self) -> Mapping[MetadataIndex, Any]:
-        """Where each item lies: `file`, `start` and `stop`, in bytes."""
+        """The place of each item: `file`, `start` and `stop`, in bytes."""
         return self.metadata.storage_data
 
     @property
     def files(self) -> list[str]:
-        """The names of the files in which items lie, sorted."""
+        """The names of the files that contain items, sorted."""
         return sorted({place.file for place in self.places.values()})
 
-    @cached_property  # asked once for each name
+    @cached_property  # callers ask for it once for each name
     def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """The tensors by name; what else was saved is left out."""
+        """The descriptions of the tensors by name, excluding other saved objects."""
         entries = self.metadata.state_dict_metadata
         return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
@@ -86,36 +87,37 @@ class ShardedContents:
         return {name: state for name, state in states.items() if name in self.tensors}
 
     def model_weights(self) -> dict[str, str]:
-        """Return the weights of the one model, or of the one under a key `model`: names in it to DCP's names.
+        """Return the weights of the only model, or of the only one under a key `model`: names in it to DCP's names.
 
-        Empty if there are none, or several models and none is called `model`.
+        Empty if there is no model, or if there are several and not exactly one has the key `model`.
         """
         by_model = models(self._weights(), self.metadata.planner_data or {})
-        named = [names for prefix, names in by_model.items() if prefix.rpartition(".")[2] == _MODEL_KEY]
-        candidates = named or list(by_model.values())
+        under_key = [names for prefix, names in by_model.items() if prefix.rpartition(".")[2] == _MODEL_KEY]
+        candidates = under_key or list(by_model.values())
         return candidates[0] if len(candidates) == 1 else {}
 
     def all_weights(self) -> dict[str, str]:
-        """Return what is no state of an optimizer likewise; by DCP's names where it is not all of one model."""
-        names, of_model = self._weights(), self.model_weights()
-        return of_model if len(of_model) == len(names) else {name: name for name in names}
+        """Return all tensors but optimizer states likewise; if they are not all of one model, by DCP's names."""
+        names, model_names = self._weights(), self.model_weights()
+        return model_names if len(model_names) == len(names) else {name: name for name in names}
 
     def _weights(self) -> list[str]:
         return [name for name in self.tensors if name not in self.states]
 
     def optimizer_tensors(self) -> dict[str, str]:
         """Return the states of optimizers: `state.<parameter>.<key>` to DCP's names."""
-        return {f"state.{each.parameter}.{each.key}": name for name, each in self.states.items()}
+        return {f"state.{state.parameter}.{state.key}": name for name, state in self.states.items()}
 
     def stored_bytes(self, name: str) -> int:
-        """Return what the items of a tensor take on disk."""
+        """Return the bytes on disk of a tensor's items."""
         places = {self.places[MetadataIndex(name, chunk.offsets)] for chunk in self.tensors[name].chunks}
         return sum(place.stop - place.start for place in places)
 
     def require_complete(self) -> None:
-        """Check that every item lies inside a file that is there, and that every anchor is found.
+        """Check that the files are there and long enough for all items, and that every anchor is found.
 
-        Items are not read. CorruptFileError: one does not, or an anchor is damaged. MissingAnchorError: one is gone.
+        Items are not read. CorruptFileError: a file is missing or too short, or an anchor is damaged.
+        MissingAnchorError: an anchor is gone.
         """
         ends: dict[str, int] = defaultdict(int)
         for place in self.places.values():
@@ -124,36 +126,36 @@ class ShardedContents:
             path = self.directory / name
             size_bytes = path.stat().st_size if path.is_file() else None
             if size_bytes is None or size_bytes < end:
-                found = "no file" if size_bytes is None else f"{size_bytes} bytes"
-                raise CorruptFileError(str(path), f"{end} bytes", found, _NEXT_STEP)
+                length = "no file" if size_bytes is None else f"{size_bytes} bytes"
+                raise CorruptFileError(str(path), f"{end} bytes", length, _NEXT_STEP)
         for name, file in self.manifest.files.items() if self.manifest else ():
             if name == anchor_file_name(file.sha256):
                 find_anchor(file.sha256, str(self.directory / name))
 
     def read_tensor(self, name: str) -> Tensor:
-        """Read a whole tensor to the CPU, put together from the parts that the ranks saved."""
+        """Read an unsharded tensor to the CPU, assembled from the shards that the ranks saved."""
         entry = self.tensors[name]
-        whole: Tensor | None = None
+        unsharded: Tensor | None = None
         for chunk in entry.chunks:
-            part = self.read_item(MetadataIndex(name, chunk.offsets))
-            if part.shape != chunk.sizes or part.dtype != entry.properties.dtype:
+            shard = self.read_item(MetadataIndex(name, chunk.offsets))
+            if shard.shape != chunk.sizes or shard.dtype != entry.properties.dtype:
                 expected = f"{entry.properties.dtype} of shape {tuple(chunk.sizes)}"
-                found = f"{part.dtype} of shape {tuple(part.shape)}"
-                raise CorruptFileError(f"{self.directory}, {name}", expected, found, _NEXT_STEP)
-            if part.shape == entry.size:
-                return part
-            whole = torch.zeros(entry.size, dtype=part.dtype) if whole is None else whole
-            corner = zip(chunk.offsets, chunk.sizes, strict=True)
-            whole[tuple(slice(start, start + length) for start, length in corner)] = part
-        return torch.zeros(entry.size, dtype=entry.properties.dtype) if whole is None else whole
+                content = f"{shard.dtype} of shape {tuple(shard.shape)}"
+                raise CorruptFileError(f"{self.directory}, {name}", expected, content, _NEXT_STEP)
+            if shard.shape == entry.size:
+                return shard
+            unsharded = torch.zeros(entry.size, dtype=shard.dtype) if unsharded is None else unsharded
+            ranges = zip(chunk.offsets, chunk.sizes, strict=True)
+            unsharded[tuple(slice(start, start + length) for start, length in ranges)] = shard
+        return torch.zeros(entry.size, dtype=entry.properties.dtype) if unsharded is None else unsharded
 
     def read_item(self, index: MetadataIndex) -> Tensor:
-        """Read the part of a tensor that one rank saved, one of `places`, to the CPU."""
+        """Read one shard of a tensor, whose index is in `places`, to the CPU."""
         return read_tensor_at(self.directory, self.places[index], index.fqn)
 
 
 def current_manifest(directory: Path) -> Manifest | None:
-    """Return a DCP directory's manifest; None if it has none, or if a process died before `.metadata` followed."""
+    """Return a DCP directory's manifest; None if it has none, or if a process died before it wrote `.metadata`."""
     if not (directory / MANIFEST_NAME).exists():
         return None
     manifest, metadata = read_manifest(directory), directory / METADATA_NAME
@@ -176,11 +178,11 @@ def _read_metadata(directory: Path) -> tuple[Manifest | None, Metadata]:
 
 
 class TrainWeightsReader(StorageReader):
-    """Reads for `torch.distributed.checkpoint.load` what `TrainWeightsWriter` wrote, on any number of ranks.
+    """Reads checkpoints of `TrainWeightsWriter` for `torch.distributed.checkpoint.load`, on any number of ranks.
 
-    What DCP's own reader takes from the pickle `.metadata`, this one takes from the manifest, whose digest it checks.
-    It compares the length of each file and the CRC-32 of each item that it reads. Errors are raised on every rank as
-    DCP's `CheckpointException`, whose `failures` maps each rank that failed to its error and traceback:
+    DCP's own reader takes its metadata from the pickle `.metadata`. This one takes them from the manifest, whose digest
+    it checks. It compares the length of each file and the CRC-32 of each item it reads. Errors are raised on every rank
+    as DCP's `CheckpointException`, whose `failures` maps each rank that failed to its error and traceback:
     `error.failures[rank][0]` is one of `hf_trainweights.errors`.
 
     Args:
@@ -204,16 +206,16 @@ class TrainWeightsReader(StorageReader):
         self._places: dict[MetadataIndex, Place] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another load, from another path if one is given; DCP calls it."""
+        """Begin another load, from the path `checkpoint_id` if given; DCP calls it."""
         if checkpoint_id:
             self._path = Path(checkpoint_id).absolute()
         self._places = {}
 
-    # DCP would ask a signature with **kwargs a second time after an error, for metadata of the rank alone.
+    # If the signature had **kwargs, DCP would call it again after an error, for metadata of this rank alone.
     def read_metadata(self) -> Metadata:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return what the manifest says; where it cannot be read, an object that raises the error when it is used.
+        """Return the metadata in the manifest; if that cannot be read, an object that raises the error when it is used.
 
-        DCP turns every error of this call into an AssertionError, and those of the next one into its own.
+        DCP turns every error of this call into an AssertionError. Errors of later calls become its CheckpointException.
         """
         try:
             return metadata_of(read_sharded_manifest(self._path))
@@ -221,11 +223,11 @@ class TrainWeightsReader(StorageReader):
             return cast("Metadata", _UnreadableMetadata(error))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Take what `read_metadata` returned; DCP calls it on every rank.
+        """Store the places in the metadata that `read_metadata` returned; DCP calls it on every rank.
 
         Raises:
             CorruptFileError: The checkpoint is incomplete or damaged.
-            OSError: It is missing or cannot be read.
+            OSError: The checkpoint is missing or cannot be read.
         """
         self._places = cast("dict[MetadataIndex, Place]", metadata.storage_data)
         register_anchor_directory(self._path)
@@ -243,39 +245,41 @@ class TrainWeightsReader(StorageReader):
 
         Raises:
             CorruptFileError: An item, or the anchor that it refers to, is damaged.
-            MissingAnchorError: The anchor is found nowhere.
+            MissingAnchorError: The anchor is gone.
             OSError: A file cannot be read.
         """
-        items_of: dict[str, dict[Place, list[ReadItem]]] = defaultdict(lambda: defaultdict(list))
+        items_by_file: dict[str, dict[Place, list[ReadItem]]] = defaultdict(lambda: defaultdict(list))
         for item in plan.items:
-            place = self._places[item.storage_index]
-            items_of[place.file][place].append(item)
-        for name, places in sorted(items_of.items()):
-            with open_regular_file(self._path / name, follow_links=False) as file:
-                for place in sorted(places, key=lambda each: each.start):
-                    _give(planner, places[place], read_bytes(file, place, self._path / name), self._path / name)
+            stored = self._places[item.storage_index]
+            items_by_file[stored.file][stored].append(item)
+        for name, items_by_place in sorted(items_by_file.items()):
+            path = self._path / name
+            with open_regular_file(path, follow_links=False) as file:
+                for stored, items in sorted(items_by_place.items(), key=lambda pair: pair[0].start):
+                    _load_into_planner(planner, items, read_bytes(file, stored, path), path)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
-        """Where the checkpoint lies."""
+        """The path of the checkpoint."""
         return self._path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether a checkpoint can lie there: at a path, not at a URL."""
+        """Return whether a checkpoint can be there: at a path, not at a URL."""
         return "://" not in str(checkpoint_id)
 
 
-def _give(planner: LoadPlanner, items: Sequence[ReadItem], data: bytes, path: Path) -> None:
-    """Give the planner all that it wants of one item's bytes in a file."""
+def _load_into_planner(planner: LoadPlanner, items: Sequence[ReadItem], data: bytes, path: Path) -> None:
+    """Decode the bytes of one stored item, and pass the planner all ranges of it that it asked for."""
     loaded = load_item(data, f"{path}, {items[0].storage_index.fqn}")
     for item in items:
         where = f"{path}, {item.storage_index.fqn}"
         if item.type == LoadItemType.BYTE_IO:
-            saved_again = io.BytesIO()  # because the planner loads these bytes without any restriction
+            # The planner unpickles these bytes without restriction, so it gets a pickle that this process made.
+            saved_again = io.BytesIO()
             torch.save(loaded, saved_again)
             saved_again.seek(0)
             planner.load_bytes(item, saved_again)
@@ -283,24 +287,23 @@ def _give(planner: LoadPlanner, items: Sequence[ReadItem], data: bytes, path: Pa
         if not isinstance(loaded, Tensor):
             raise CorruptFileError(where, "a tensor", type(loaded).__name__, _NEXT_STEP)
         target, ranges = planner.resolve_tensor(item).detach(), zip(item.storage_offsets, item.lengths, strict=True)
-        wanted = tuple(slice(start, start + length) for start, length in ranges)
-        part = loaded[wanted] if len(wanted) == loaded.dim() else loaded
-        if part.size() != target.size():
+        slices = tuple(slice(start, start + length) for start, length in ranges)
+        source = loaded[slices] if len(slices) == loaded.dim() else loaded
+        if source.size() != target.size():
             expected = f"the shard that the manifest names, {tuple(target.size())} at {tuple(item.storage_offsets)}"
             raise CorruptFileError(where, expected, f"one of shape {tuple(loaded.size())}", _NEXT_STEP)
-        target.copy_(part)
+        target.copy_(source)
         planner.commit_tensor(item, target)
 
 
 def read_sharded_manifest(directory: Path) -> Manifest:
-    """Read the manifest of a checkpoint that is complete, as far as the names and lengths of its files show.
+    """Read the manifest of a checkpoint, and check that its files are there and have the recorded lengths.
 
-    CorruptFileError: its save was interrupted, the manifest is damaged, or a file is missing or of another length.
+    CorruptFileError: the save was interrupted, the manifest is damaged, or a file is missing or of another length.
     """
     if not (directory / METADATA_NAME).is_file():
-        found = f"no {METADATA_NAME}"
         next_step = "Its save was interrupted, or it is another directory: use another checkpoint."
-        raise CorruptFileError(str(directory), "a complete checkpoint", found, next_step)
+        raise CorruptFileError(str(directory), "a complete checkpoint", f"no {METADATA_NAME}", next_step)
     if not (directory / MANIFEST_NAME).exists():
         next_step = "If it is a plain checkpoint of torch.distributed.checkpoint, FileSystemReader reads it."
         raise CorruptFileError(str(directory), f"a checkpoint with {MANIFEST_NAME}", "none", next_step)
@@ -308,16 +311,16 @@ def read_sharded_manifest(directory: Path) -> Manifest:
     for name, entry in manifest.files.items():
         path = directory / name
         size_bytes = path.stat().st_size if path.is_file() else None
-        # A killed save may not have replaced the one, and the other may lie in another checkpoint of the run.
+        # A killed save may not have replaced `.metadata`, and an anchor may be in another checkpoint of the run.
         is_missing_anchor = size_bytes is None and name == anchor_file_name(entry.sha256)
         if size_bytes != entry.size_bytes and name != METADATA_NAME and not is_missing_anchor:
-            found = "no file" if size_bytes is None else f"{size_bytes} bytes"
-            raise CorruptFileError(str(path), f"a file of {entry.size_bytes} bytes", found, _NEXT_STEP)
+            length = "no file" if size_bytes is None else f"{size_bytes} bytes"
+            raise CorruptFileError(str(path), f"a file of {entry.size_bytes} bytes", length, _NEXT_STEP)
     return manifest
 
 
 def read_tensor_at(directory: Path, place: Place, name: str) -> Tensor:
-    """Read the tensor of an item to the CPU; errors are those of `read_place`."""
+    """Read the tensor of an item to the CPU; raises the errors of `read_place`."""
     where = f"{directory / place.file}, {name}"
     value = load_item(read_place(directory, place), where)
     if not isinstance(value, Tensor):
@@ -326,28 +329,28 @@ def read_tensor_at(directory: Path, place: Place, name: str) -> Tensor:
 
 
 def read_place(directory: Path, place: Place) -> bytes:
-    """Read the bytes of an item; CorruptFileError if its file ends before, or holds others than were written."""
+    """Read the bytes of an item; CorruptFileError: the file is too short, or the bytes are not as they were written."""
     path = directory / place.file
     with open_regular_file(path, follow_links=False) as file:
         return read_bytes(file, place, path)
 
 
 def read_bytes(file: BinaryIO, place: Place, path: Path) -> bytes:
-    """Read the bytes of an item, and compare them with their CRC-32, or where none is known with those in the item."""
+    """Read the bytes of an item, and check them with their CRC-32; in a plain checkpoint, with those in its zip."""
     where, size_bytes = f"{path}, from byte {place.start} on", place.stop - place.start
     file.seek(place.start)
     data = file.read(size_bytes)
     if len(data) != size_bytes:
         raise CorruptFileError(where, f"{size_bytes} bytes", f"{len(data)}", _NEXT_STEP)
     if place.crc32 is None:
-        _require_whole_zip(data, where)
-    elif (found := zlib_ng.crc32(data)) != place.crc32:
-        raise CorruptFileError(where, f"crc32 {place.crc32}", str(found), _NEXT_STEP)
+        _require_intact_zip(data, where)
+    elif (crc32 := zlib_ng.crc32(data)) != place.crc32:
+        raise CorruptFileError(where, f"crc32 {place.crc32}", str(crc32), _NEXT_STEP)
     return data
 
 
-def _require_whole_zip(data: bytes, where: str) -> None:
-    """Compare what torch.save wrote with the checksums in it, which torch.load leaves alone."""
+def _require_intact_zip(data: bytes, where: str) -> None:
+    """Check a file of torch.save with the checksums in it, which torch.load ignores."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             for member in archive.infolist():
@@ -355,12 +358,12 @@ def _require_whole_zip(data: bytes, where: str) -> None:
     except (MemoryError, Warning):
         raise
     except Exception as error:  # zipfile raises anything on damaged archives
-        found = f"{type(error).__name__}: {error}"[:300]
-        raise CorruptFileError(where, "a whole torch zip file", found, _NEXT_STEP) from error
+        problem = f"{type(error).__name__}: {error}"[:300]
+        raise CorruptFileError(where, "a whole torch zip file", problem, _NEXT_STEP) from error
 
 
 class _UnreadableMetadata:
-    """Raises an error when anything is asked of it.
+    """Raises an error when any attribute is read.
 
     DCP's `load` catches every error of `read_metadata` and raises an AssertionError with its text instead. Errors of
     the calls that follow reach all ranks as they are.
@@ -370,7 +373,7 @@ class _UnreadableMetadata:
         self._error = error
 
     def __getattr__(self, name: str) -> object:
-        # What __init__ sets is found before this is called; Python's own protocols ask for names of this kind.
+        # Python calls this only for attributes that __init__ has not set. Its protocols ask for names like __len__.
         if name.startswith("__"):
             raise AttributeError(name)
         raise self._error

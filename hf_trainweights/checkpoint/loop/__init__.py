@@ -1,1 +1,1 @@
-"""A training loop of one's own: its state, saved and restored."""
+"""The state of a training loop that you write yourself, saved and restored."""

@@ -1,4 +1,4 @@
-"""`CheckpointManager`: saves a training loop, and resumes it exactly where it stopped."""
+"""`CheckpointManager`: saves a training loop, and resumes it exactly at the step where it stopped."""
 
 from __future__ import annotations
 
@@ -35,39 +35,39 @@ _SIGTERM_EXIT_STATUS = 128 + signal.SIGTERM
 
 
 class CheckpointManager:
-    """Saves a training loop to `root/checkpoint-<step>` and restores it from the newest one that is whole.
+    """Saves a training loop to `root/checkpoint-<step>` and restores it from the newest intact checkpoint.
 
-    A step is one batch. A checkpoint is due every `every_steps` of them and is written right after the next
-    `optimizer.step()`, also one that a GradScaler skips, so with gradient accumulation no gradient is half summed in
-    it. One more is written when the `with` block ends without an exception, and on SIGTERM, after which the process
+    A step is one batch. A checkpoint is due every `every_steps` steps. It is written right after the next
+    `optimizer.step()`, also one that a GradScaler skips. So with gradient accumulation no gradient is half summed in
+    it. Another one is written when the `with` block ends without an exception, and on SIGTERM, after which the process
     exits with status 143. A step counts as done when the loop asks for the next one, or is left by `break` after
     `optimizer.step()`. A loop that accumulates gradients and is left by `break` between two `optimizer.step()` is saved
     as it was after the first of them; that is exact if its scheduler steps with the optimizer.
 
-    Resuming is exact: batches come in the same order, because the random number generators are put back to where they
-    were when the pass over the loader began, its consumed batches are skipped, and they are then set as they were at
-    the save. They are Python's, numpy's and torch's on CPU and CUDA; those of MPS and XPU are not saved.
+    Resuming is exact, and batches come in the same order: the random number generators are set to their states at the
+    beginning of the pass, the batches that were consumed are skipped, and then the generators are set to their states
+    at the save. They are Python's, numpy's and torch's on CPU and CUDA; those of MPS and XPU are not saved.
 
-    A loop over several passes calls `steps` once for each, one after the other. Passes that are done yield nothing. The
-    loop repeats its work between them, such as a scheduler's step or adding a group of parameters. So optimizer,
-    scheduler and scaler are restored when the first pass begins that is not done, over all of that. The model has the
-    weights of the checkpoint from the first call on. A loop whose passes are all done has the rest when it leaves the
-    block. A DataLoader with `persistent_workers` starts new workers for each pass.
+    A loop over several passes calls `steps` once for each, one after the other. After a resume, completed passes yield
+    no batch, but the loop repeats its work between them, such as a scheduler's step or adding a group of parameters. So
+    optimizer, scheduler and scaler are restored only when the first incomplete pass begins, or at the end of the block
+    if all passes are complete. The model has the weights of the checkpoint from the first call on. A DataLoader with
+    `persistent_workers` starts new workers for each pass.
 
-    Where `torch.distributed` is initialized, as for DDP, every rank runs the same loop with the same arguments. The
-    first rank writes and removes checkpoints for all of them; each rank gets its own random number generators and its
-    own place in its loader back. A run resumes on as many ranks as it was saved on.
+    If `torch.distributed` is initialized, as for DDP, every rank runs the same loop with the same arguments. The first
+    rank writes and removes checkpoints for all ranks. Each rank gets the states of its own random number generators and
+    its own position in its loader back. A run resumes on as many ranks as it was saved on.
 
     Args:
         root: Directory of this run alone; it is created. One process writes to it at a time.
         mode: A mode of `Policy`: "lossless", "near-lossless" or "compact".
-        rules: Rules of `Policy`, for what should be stored otherwise.
+        rules: Rules of `Policy`: exceptions from the mode.
         every_steps: Steps between two checkpoints, at least 1.
         keep_last: How many checkpoints to keep, at least 1; None keeps all.
         anchor_every: The most checkpoints whose weights are stored against the same anchor, at least 1.
-        anchor: Weights outside the run that its first checkpoint is stored against: `"base"` for those that the model
-            was loaded from by `from_pretrained`, or a directory or file of weights.
-        keep_base: Keep those weights in the run, linked or copied, so that it needs nothing outside.
+        anchor: Weights outside the run that its first checkpoint is stored against: `"base"` for the weights that
+            `from_pretrained` loaded the model from, or a directory or file of weights.
+        keep_base: Keep those weights in the run, linked or copied, so that its checkpoints need no file outside.
 
     Raises:
         ConfigError: An option is wrong, or there are no weights at `anchor`.
@@ -107,15 +107,15 @@ class CheckpointManager:
         self._anchor_every = require_count("anchor_every", anchor_every)
         self._base = RunBase(anchor, keep_base)
         self._metrics: dict[str, Any] = {}
-        self._parts: tuple[Any, ...] = ()  # model, optimizer, scheduler, scaler
+        self._objects: tuple[Any, ...] = ()  # model, optimizer, scheduler, scaler
         self._pass: Pass | None = None
-        self._checkpoint: dict[str, Any] | None = None  # the one to be restored, until it is
+        self._checkpoint: dict[str, Any] | None = None  # to be restored; None once it is
         self._progress = Progress()
         self._ranks = Ranks()
         self._saved_step: int | None = None
         self._optimizer_stepped = False
-        self._accumulates = False  # whether some batch has gone by without an optimizer's step
-        self._boundary: Boundary | None = None  # the last optimizer's step, as long as there are batches after it
+        self._accumulates = False  # whether there was a batch without an optimizer's step
+        self._boundary: Boundary | None = None  # the state after the last optimizer's step, in a loop that accumulates
         self._is_half_summed = False
         self._entered = False
         self._terminated = False
@@ -147,14 +147,14 @@ class CheckpointManager:
             raise SystemExit(_SIGTERM_EXIT_STATUS)
 
     def log(self, **metrics: Any) -> None:
-        """Remember values for the manifest of the next checkpoint; the last value of a name counts.
+        """Set metrics for the manifest of the next checkpoint; the last value of a name counts.
 
         Args:
             **metrics: Real numbers or tensors of one. A tensor is read when the checkpoint is written, so logging
                 does not wait for an accelerator.
 
         Raises:
-            ConfigError: A value is neither.
+            ConfigError: A value is of another type.
         """
         for name, value in metrics.items():
             if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
@@ -176,34 +176,35 @@ class CheckpointManager:
 
         Args:
             loader: A DataLoader or another iterable that gives the same batches for the same random numbers.
-            model: Saved and restored, as the following.
-            optimizer: One whose `step()` marks where a checkpoint may be written; without it, anywhere.
-            scheduler: With `state_dict`.
+            model: The model; it is saved and restored, as are the next three objects.
+            optimizer: A checkpoint is written only after its `step()`; if there is none, after any batch.
+            scheduler: An object with `state_dict`.
             scaler: A GradScaler.
 
         Returns:
-            An iterator. Steps count from 1, through all passes. Batches that were consumed before are left out.
+            An iterator. Steps count from 1, through all passes. After a resume consumed batches are left out.
 
         Raises:
-            ConfigError: The manager's `with` block is not entered, the model's base is not found, or a resume cannot go
-                on from the checkpoint with this loader. Also when a pass goes on that a later call has ended.
+            ConfigError: The manager's `with` block is not entered, the model's base is not found, or the checkpoint
+                does not fit this loader. The iterator raises it, too, if it is used after a later call has ended it.
             CorruptFileError: The model is not the one that was saved.
-            UnsupportedError: The loader has `persistent_workers`, and it is of a kind that cannot start new ones.
+            UnsupportedError: The loader has `persistent_workers`, but is of a kind that cannot start new workers.
             SaveError: A checkpoint cannot be written; earlier ones are untouched.
         """
         if not self._entered:
             raise ConfigError("CheckpointManager.steps", "a call inside its `with` block", "one outside", "Enter it.")
         if self._pass is not None:
             self._pass.close("a later call of `steps` has begun another one")
-        first = not self._parts
-        self._parts = (model, optimizer, scheduler, scaler)
-        if first:
+        is_first = not self._objects
+        self._objects = (model, optimizer, scheduler, scaler)
+        if is_first:
             self._base.find(model)
             self._read_checkpoint()
         if not self._progress.passes_to_skip:
             self._restore()
-        elif first and self._checkpoint is not None:
-            # The loop may evaluate the model after a pass that is done; it may also have layers to add before they fit.
+        elif is_first and self._checkpoint is not None:
+            # The loop may evaluate the model after a completed pass, which takes its weights. It may also add layers
+            # between passes; then the state does not fit yet.
             with contextlib.suppress(CorruptFileError):
                 load_module_state(model, self._checkpoint["model"])
             _mark_stepped(optimizer)
@@ -216,7 +217,7 @@ class CheckpointManager:
             progress.passes_to_skip -= 1
             return
         self._is_half_summed = False
-        _, optimizer, _, scaler = self._parts
+        _, optimizer, _, scaler = self._objects
         hook = self._on_optimizer_step
         with optimizer_step_hook(optimizer, hook) as is_watched, scaler_update_hook(scaler, hook):
             for batch in progress.batches(loader):
@@ -235,8 +236,8 @@ class CheckpointManager:
         progress.count_pass()
 
     def _at_boundary(self) -> None:
-        """Save if that is due, between two steps and with no gradient half summed."""
-        self._boundary = Boundary.of(self._progress, self._parts[0]) if self._accumulates else None
+        """Save if a checkpoint is due; called right after an optimizer's step, when no gradient is half summed."""
+        self._boundary = Boundary.of(self._progress, self._objects[0]) if self._accumulates else None
         self._terminated = self._ranks.any(self._terminated)
         if self._terminated:
             self._save_if_new()
@@ -257,47 +258,48 @@ class CheckpointManager:
         progress = Progress.resumed(path, checkpoint, self._ranks)
         self._checkpoint = {**checkpoint, "rng": progress.rng}
         self._progress, self._saved_step = progress, progress.step
-        # A process that was killed after its last save has not come to this, and there may be no save any more.
-        # No rank reads the checkpoint any more when the first one removes others.
+        # If a process was killed after its last save, old checkpoints are still there, and no other save may follow.
+        # All ranks meet first, so that none is still reading when the first rank removes checkpoints.
         self._ranks.gather(lambda: None)
         self._ranks.decide(lambda: self._remove_old(Path(path)))
 
     def _restore(self) -> None:
-        """Put the state of the checkpoint into the objects, once."""
+        """Load the state of the checkpoint into the objects, unless that was done already."""
         checkpoint, self._checkpoint = self._checkpoint, None
         if checkpoint is not None:
-            give_checkpoint(checkpoint, *self._parts)
+            give_checkpoint(checkpoint, *self._objects)
 
     def _save_last(self) -> None:
-        """Save when the loop is over: a gradient that it has half summed is left out, with its batches."""
+        """Save at the end of the loop; if a gradient is half summed, save the state before its batches."""
         if not self._is_half_summed:
             self._save_if_new()
         elif self._boundary is not None:
             self._save_if_new(self._boundary)
         elif self._progress.step > (self._saved_step or 0):
-            left = "the loop was left within the first gradient that it accumulated"
+            reason = "the loop was left within the first gradient that it accumulated"
             newest = f"The newest one is of step {self._saved_step}" if self._saved_step else "There is none yet"
-            warnings.warn(f"No checkpoint of step {self._progress.step}: {left}. {newest}.", stacklevel=3)
+            warnings.warn(f"No checkpoint of step {self._progress.step}: {reason}. {newest}.", stacklevel=3)
 
     def _save_if_new(self, boundary: Boundary | None = None) -> None:
-        """Save the present state, or that of a boundary behind it."""
+        """Save the present state, or the earlier state of a boundary, unless its step was saved already."""
         step = boundary.step if boundary else self._progress.step
-        if not self._parts or step == (self._saved_step or 0):
+        if not self._objects or step == (self._saved_step or 0):
             return
         states = self._ranks.gather(lambda: boundary.state if boundary else self._progress.state_bytes())
         self._ranks.decide(lambda: self._write(step, [*map(state_from_bytes, states)], boundary))
         self._saved_step = step
 
     def _write(self, step: int, states: Sequence[Mapping[str, Any]], boundary: Boundary | None) -> None:
-        """Save what this rank has of the model, and the states of all ranks."""
-        others = {"ranks": [*states[1:]]} if len(states) > 1 else {}
-        checkpoint = build_checkpoint(*self._parts, step=step, extra={"position": states[0]["position"], **others})
+        """Save this rank's model, optimizer, scheduler and scaler, and the progress of all ranks."""
+        other_ranks = {"ranks": [*states[1:]]} if len(states) > 1 else {}
+        extra = {"position": states[0]["position"], **other_ranks}
+        checkpoint = build_checkpoint(*self._objects, step=step, extra=extra)
         if boundary:
             checkpoint["rng"] = states[0]["rng"]
             model = checkpoint["model"]
-            model |= {name: each for name, each in boundary.buffers.items() if name in model}
+            model |= {name: buffer for name, buffer in boundary.buffers.items() if name in model}
         path = self._root / f"checkpoint-{step}"
-        if path.is_dir() and not path.is_symlink():  # `latest` passed it over: it is broken
+        if path.is_dir() and not path.is_symlink():  # it is damaged, as `latest` passed it over
             remove_checkpoint(path)
         save_training_state(
             checkpoint,
@@ -312,7 +314,7 @@ class CheckpointManager:
     def _remove_old(self, newest: Path) -> None:
         if self._keep_last is None:
             return
-        # One with a higher number is broken, or `latest` had chosen it; it is replaced when its step comes.
+        # A checkpoint of a later step is damaged, else `latest` had chosen it. It is replaced when its step comes.
         directories = checkpoint_directories(self._root)
         older = [path for path in directories if checkpoint_step(path) < checkpoint_step(newest)]
         for path in older[self._keep_last - 1 :]:
@@ -326,7 +328,7 @@ class CheckpointManager:
 
 
 def _mark_stepped(optimizer: Any) -> None:
-    """Keep a scheduler from the warning that its optimizer has not stepped: in the passes that are done it has."""
+    """Mark an optimizer as stepped, as it was in completed passes, so that its scheduler does not warn."""
     for owner in (optimizer, getattr(optimizer, "optimizer", None)):
         if owner is not None:
             owner._opt_called = True
@@ -334,7 +336,7 @@ def _mark_stepped(optimizer: Any) -> None:
 
 @contextlib.contextmanager
 def optimizer_step_hook(optimizer: Any, hook: Callable[..., None]) -> Iterator[bool]:
-    """Call a hook after every `optimizer.step()` of a block; yield whether it, or what it wraps, takes hooks."""
+    """Call a hook after every `optimizer.step()` in a block; yield whether it, or the one that it wraps, has hooks."""
     register = getattr(getattr(optimizer, "optimizer", optimizer), "register_step_post_hook", None)
     with register(hook) if register else contextlib.nullcontext():  # a handle removes its hook when its block ends
         yield register is not None
@@ -342,10 +344,10 @@ def optimizer_step_hook(optimizer: Any, hook: Callable[..., None]) -> Iterator[b
 
 @contextlib.contextmanager
 def scaler_update_hook(scaler: Any, hook: Callable[[], None]) -> Iterator[None]:
-    """Call a hook after every `scaler.update()` of a block, if there is a scaler.
+    """Call a hook after every `scaler.update()` in a block, if there is a scaler.
 
-    A GradScaler that finds an infinite gradient skips `optimizer.step()`, and `update` is all that tells of it. It
-    takes no hooks, so its method is replaced in this one object until the block ends.
+    A GradScaler that finds an infinite gradient skips `optimizer.step()` and calls only `update`. It supports no hooks,
+    so the method of this object is replaced until the block ends.
     """
     update = getattr(scaler, "update", None)
     if update is None:

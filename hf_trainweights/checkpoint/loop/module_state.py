@@ -1,8 +1,8 @@
 """A module's state dict as plain tensors, and back, so that a file names no class.
 
-A quantized weight is stored as the dict of its stored tensors, and a parameter of another tensor subclass as that of
-its inner tensors, by the names that its `__tensor_flatten__` gives. Loading copies them into the same inner tensors of
-a module that was built alike, so nothing on disk says which class to make.
+A quantized weight is stored as a dict of its stored tensors. A parameter of another tensor subclass is stored as a dict
+of its inner tensors, by the names that its `__tensor_flatten__` gives. Loading copies them into the same inner tensors
+of a module that was built alike. So a file does not have to name the class.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor, rebuild_qua
 def module_state(module: nn.Module) -> dict[str, Any]:
     """Return `module.state_dict()` with every tensor subclass replaced by a dict of plain tensors.
 
-    It shares memory with the module, but for weights that a kernel holds in a layout of its own. ConfigError: a tensor
-    is of a subclass without `__tensor_flatten__`.
+    The tensors share memory with the module, except weights that a kernel holds in a layout of its own. ConfigError: a
+    tensor is of a subclass that has no `__tensor_flatten__`.
     """
     state = module.state_dict()
     for name, value in state.items():
@@ -36,9 +36,9 @@ def module_state(module: nn.Module) -> dict[str, Any]:
 
 
 def load_module_state(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Copy a state into a module of the same architecture, whose dtypes and devices stay.
+    """Copy a state into a module of the same architecture, which keeps its dtypes and devices.
 
-    CorruptFileError lists names, shapes or inner tensors that differ; the module may be partly changed then.
+    CorruptFileError lists names, shapes or inner tensors that differ. The module may be partly changed then.
     """
     own = module.state_dict(keep_vars=True)
     nested = {name for name, value in state.items() if isinstance(value, dict) and isinstance(own.get(name), Tensor)}
@@ -57,7 +57,7 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def quantized_weights(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return as JSON, by name, what `module_state` does not say of a quantized weight: format, dtype, transposed."""
+    """Return format, dtype and `transposed` of quantized weights by name, as JSON; `module_state` lacks these facts."""
     return {
         name: {
             "format": weight.format.get_config(),
@@ -70,21 +70,21 @@ def quantized_weights(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def adopt_quantized_weights(module: nn.Module, state: Mapping[str, Any], weights: Mapping[str, Any]) -> bool:
-    """Put quantized weights of a state into the place of a module's float ones; return whether there were any.
+    """Replace float weights of a module by the quantized weights of a state; return whether there were any.
 
-    Tensors are kept, not copied. CorruptFileError: they do not fit the module, or are none of a quantized weight.
+    Tensors are used, not copied. CorruptFileError: they do not fit the module, or are not those of a quantized weight.
     """
     own, places = module.state_dict(keep_vars=True), parameter_places(module)
-    todo = {name: each for name, each in weights.items() if not isinstance(own.get(name), QuantizedTensor)}
-    for name, each in todo.items():
+    float_weights = {name: entry for name, entry in weights.items() if not isinstance(own.get(name), QuantizedTensor)}
+    for name, description in float_weights.items():
         parameter = own.get(name)
         if not isinstance(parameter, Tensor) or id(parameter) not in places:
             raise _mismatch(f"a parameter {name}", type(parameter).__name__)
-        weight = _quantized(name, each, state.get(name))
+        weight = _quantized(name, description, state.get(name))
         if weight.shape != parameter.shape:
             raise _mismatch(f"{name} of shape {list(weight.shape)}", str(list(parameter.shape)))
         put_parameter(places[id(parameter)], nn.Parameter(weight, requires_grad=False))
-    return bool(todo)
+    return bool(float_weights)
 
 
 def _quantized(name: str, description: Any, stored: Any) -> QuantizedTensor:
@@ -105,7 +105,7 @@ def transient_buffers(module: nn.Module) -> dict[str, Any]:
 
 
 def load_transient_buffers(module: nn.Module, buffers: Mapping[str, Any]) -> None:
-    """Give a module the buffers of another one, dtypes included, on its devices; CorruptFileError: it has others."""
+    """Set a module's transient buffers with their dtypes, on its own devices; CorruptFileError: it has others."""
     own = dict(module.named_buffers(remove_duplicate=False))
     if set(buffers) != set(own) - module.state_dict().keys():
         raise _mismatch(f"the buffers {sorted(buffers)}", str(sorted(own)))
@@ -118,7 +118,7 @@ def load_transient_buffers(module: nn.Module, buffers: Mapping[str, Any]) -> Non
 
 
 def state_sha256(state: Mapping[str, Any]) -> str:
-    """Return one digest over names, dtypes, shapes and bytes of all tensors of a state, in any order, on any device."""
+    """Return a digest of the names, dtypes, shapes and bytes of a state's tensors, whatever their order and device."""
     digest = hashlib.sha256()
     for name, tensor in sorted(_tensors(state, ())):
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -135,11 +135,11 @@ def _plain(tensor: Tensor, name: str) -> Tensor | dict[str, Any]:
     if not tensors:
         expected = "a plain tensor or a subclass with __tensor_flatten__"
         raise ConfigError(name, expected, type(tensor).__qualname__, "Give the class __tensor_flatten__.")
-    return {inner: _plain(each, f"{name}.{inner}") for inner, each in tensors.items()}
+    return {inner: _plain(value, f"{name}.{inner}") for inner, value in tensors.items()}
 
 
 def _inner_tensors(tensor: Tensor) -> Mapping[str, Tensor]:
-    """Return the tensors that a quantized weight or another subclass consists of; none if it does not say."""
+    """Return the inner tensors of a quantized weight or another subclass; empty if it has no `__tensor_flatten__`."""
     if isinstance(tensor, QuantizedTensor):
         return tensor.tensors
     flatten: Any = getattr(tensor, "__tensor_flatten__", None)
@@ -149,8 +149,8 @@ def _inner_tensors(tensor: Tensor) -> Mapping[str, Tensor]:
 def _copy_inner(target: Tensor, stored: Any, name: str) -> None:
     if isinstance(stored, Tensor):
         if type(target) not in (Tensor, nn.Parameter) or target.shape != stored.shape or target.dtype != stored.dtype:
-            found = f"{type(target).__qualname__} {target.dtype} {list(target.shape)}"
-            raise _mismatch(f"{name} as {stored.dtype} {list(stored.shape)}", found)
+            own = f"{type(target).__qualname__} {target.dtype} {list(target.shape)}"
+            raise _mismatch(f"{name} as {stored.dtype} {list(stored.shape)}", own)
         target.copy_(stored)
         return
     tensors = _inner_tensors(target)

@@ -1,4 +1,4 @@
-"""How far a training loop has come through its data, its random numbers, and how it gets there again."""
+"""The progress of a training loop through its data and random numbers, and the way back to it after a resume."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _POSITION = {"passes", "consumed", "start"}
 
 @dataclass
 class Progress:
-    """How far training has come: batches in all passes, complete passes, and batches in the present one.
+    """The progress of training: `step` counts batches in all passes, `consumed` those in the present pass.
 
-    `start` are the random number generators when it began; None between two passes. After a resume, `passes_to_skip`
-    are complete already, but the loop has yet to ask for them, and `rng` are the generators as they were at the save,
-    until they are set.
+    `passes` counts complete passes. `start` has the states of the random number generators at the beginning of the
+    present pass; None between two passes. After a resume, `passes_to_skip` is the number of complete passes that the
+    loop has not asked for again yet, and `rng` has the generators' states at the save until they are set.
     """
 
     step: int = 0
@@ -37,9 +37,9 @@ class Progress:
 
     @classmethod
     def resumed(cls, path: str, checkpoint: Mapping[str, Any], ranks: Ranks) -> Progress:
-        """Return the progress of this rank in a run that goes on from a manager's checkpoint.
+        """Return the progress of this rank in a run that resumes from a checkpoint of a manager.
 
-        ConfigError: no manager wrote it, or one of another number of ranks.
+        ConfigError: no manager wrote the checkpoint, or a manager on another number of ranks.
         """
         extra = checkpoint.get("extra")
         extra = extra if isinstance(extra, dict) else {}
@@ -56,7 +56,7 @@ class Progress:
         return cls(checkpoint["step"], passes, position["consumed"], position["start"], passes, rng)
 
     def state_bytes(self) -> bytes:
-        """Return `position` in the data, and generators as they are now, for another rank: see `state_from_bytes`."""
+        """Return the `position` in the data and the present generators' states, for `state_from_bytes` on any rank."""
         position, file = {"passes": self.passes, "consumed": self.consumed, "start": self.start}, io.BytesIO()
         torch.save({"position": position, "rng": rng_state()}, file)
         return file.getvalue()
@@ -73,7 +73,7 @@ class Progress:
         self.start = None
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches of the present pass that are left."""
+        """Yield the remaining batches of the present pass."""
         rng, self.rng = self.rng, None
         end_workers(loader)
         generators = _generators(loader)
@@ -83,7 +83,7 @@ class Progress:
             self.start = {"rng": rng_state(), "loader": [generator.get_state() for generator in generators]}
             yield from loader
             return
-        # An iterator that this process has begun stands where it should; anything else starts over.
+        # An iterator that this process has read from continues where it is; any other loader begins from the start.
         to_skip = 0 if rng is None and isinstance(loader, Iterator) else self.consumed
         rng = rng or rng_state()
         set_rng_state(self.start["rng"])
@@ -101,7 +101,7 @@ class Progress:
 
 
 class Pass(Iterator[tuple[int, Any]]):
-    """One pass over a loader. A loop that goes on with it after it was ended from outside would miss batches."""
+    """One pass over a loader. It raises an error if a loop continues it after `close`, as that would miss batches."""
 
     def __init__(self, steps: Generator[tuple[int, Any], None, None]):
         self._steps = steps
@@ -114,15 +114,15 @@ class Pass(Iterator[tuple[int, Any]]):
         return next(self._steps)
 
     def close(self, why: str | None = None) -> None:
-        """End the pass. A loop that asks for more of it gets `why` in an error."""
-        if inspect.getgeneratorstate(self._steps) != inspect.GEN_CLOSED:  # then it is complete
+        """End the pass; if it is not complete, a loop that asks for another batch gets `why` in an error."""
+        if inspect.getgeneratorstate(self._steps) != inspect.GEN_CLOSED:  # a closed generator is a complete pass
             self._ended_by = why
         self._steps.close()
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """A loop right after an optimizer's step: what the batches of a half summed gradient change since then."""
+    """The state of a loop right after an optimizer's step, as far as batches of a half summed gradient change it."""
 
     step: int
     state: bytes
@@ -131,15 +131,14 @@ class Boundary:
     @classmethod
     def of(cls, progress: Progress, model: nn.Module) -> Boundary:
         """Return the present state of a loop."""
-        buffers = {name: each.detach().clone() for name, each in model.named_buffers(remove_duplicate=False)}
+        buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
         return cls(progress.step, progress.state_bytes(), buffers)
 
 
 def state_from_bytes(data: bytes) -> dict[str, Any]:
-    """Return `position` and `rng` of a rank, from its `Progress.state_bytes`.
+    """Read `position` and `rng` of a rank from its `Progress.state_bytes`.
 
-    PyTorch's collectives pickle objects themselves, but they cannot read the uint32 tensor again that holds numpy's
-    state.
+    PyTorch's collectives could pickle them, but cannot unpickle the uint32 tensor with numpy's state.
     """
     return torch.load(io.BytesIO(data), weights_only=True)
 
@@ -147,8 +146,8 @@ def state_from_bytes(data: bytes) -> dict[str, Any]:
 def end_workers(loader: Any) -> None:
     """End the workers that a DataLoader keeps from pass to pass, so that each pass starts new ones.
 
-    Their random numbers run on from pass to pass, and a resume cannot get there without loading all passes again. New
-    workers begin with a seed that the random numbers of this process give. UnsupportedError: the loader hides them.
+    The random numbers of kept workers continue from pass to pass, so a resume would have to load all passes again. New
+    workers get a seed from the random numbers of this process. UnsupportedError: the loader does not show its workers.
     """
     owners: tuple[Any, Any] = loader, getattr(loader, "base_dataloader", None)  # accelerate wraps the loader
     for owner in owners:
@@ -156,21 +155,21 @@ def end_workers(loader: Any) -> None:
             continue
         if not hasattr(owner, "_iterator"):
             next_step = "Build the loader with persistent_workers=False."
-            found = f"a {type(owner).__name__} that keeps its workers"
-            raise UnsupportedError("the loader", "workers that can be started anew", found, next_step)
+            kind = f"a {type(owner).__name__} that keeps its workers"
+            raise UnsupportedError("the loader", "workers that can be started anew", kind, next_step)
         owner._iterator = None
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
-    """Return the random number generators that a DataLoader was given for itself."""
+    """Return the random number generators that were passed to a DataLoader or its samplers."""
     owners = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
     owners.append(getattr(owners[-1], "sampler", None))
-    found = [getattr(owner, "generator", None) for owner in owners]
-    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+    generators = [getattr(owner, "generator", None) for owner in owners]
+    return list({id(g): g for g in generators if isinstance(g, torch.Generator)}.values())
 
 
 def rng_state() -> dict[str, Any]:
-    """Return copies of the states of all random number generators, CUDA's where they are in use."""
+    """Return copies of the states of all random number generators, including CUDA's if they are in use."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     name, keys, *rest = cast(tuple[Any, ...], np.random.get_state())
     state["numpy"] = (name, torch.from_numpy(keys.copy()), *rest)
@@ -180,7 +179,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Set the random number generators to what `rng_state` returned; earlier versions could leave numpy's out."""
+    """Set the random number generators to states from `rng_state`; earlier versions could leave numpy's out."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "numpy" in state:

@@ -1,14 +1,14 @@
-"""The state of training as a dict: collected from a loop's objects, saved, loaded, and put back into them.
+"""The state of training as a dict: collected from the objects of a loop, saved, loaded, and restored into them.
 
 | key | value | file |
 |---|---|---|
 | `model` | the module's state, see module_state.py | `pytorch_model.bin` |
-| `optimizer`, `scheduler`, `scaler` | what their `state_dict()` gives | `optimizer.pt`, `scheduler.pt`, `scaler.pt` |
+| `optimizer`, `scheduler`, `scaler` | their `state_dict()` | `optimizer.pt`, `scheduler.pt`, `scaler.pt` |
 | `rng` | states of the random number generators | `rng_state.pth` |
-| `epoch`, `step`, `extra` | progress, and what the caller adds | `trainweights_state.pt` |
-| `names` | which names are buffers, the names of the optimizer's parameters, and its class | the same |
+| `epoch`, `step`, `extra` | progress, and values that the caller adds | `trainweights_state.pt` |
+| `names` | names of buffers, names of the optimizer's parameters, and its class | the same |
 
-A key is left out where there is no value.
+A key without a value is left out.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _FILES = {
     "scaler": "scaler.pt",
     "rng": "rng_state.pth",
 }
-_SMALL_PARTS = ("epoch", "step", "extra", "names")
+# These keys are stored together in `STATE_NAME`.
+_SMALL_KEYS = ("epoch", "step", "extra", "names")
 
 
 def build_checkpoint(
@@ -60,8 +61,8 @@ def build_checkpoint(
 
     Args:
         model: Any module.
-        optimizer: With `state_dict`; it may be fresh.
-        scheduler: With `state_dict`.
+        optimizer: An object with `state_dict`; it may be new.
+        scheduler: An object with `state_dict`.
         scaler: A GradScaler, also a disabled one.
         epoch: Epochs done.
         step: Steps done.
@@ -80,20 +81,20 @@ def build_checkpoint(
         (['model', 'names', 'step'], torch.Size([1]))
     """
     buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
-    given = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    objects = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     names = {"buffers": buffers, "optimizer": optimizer_parameter_names(model, optimizer)}
     if optimizer is not None:
         names["optimizer_class"] = class_name(optimizer)
-    parts = {
+    checkpoint = {
         "model": module_state(model),
-        **{part: each.state_dict() for part, each in given.items() if each is not None},
+        **{key: source.state_dict() for key, source in objects.items() if source is not None},
         "rng": rng_state() if rng else None,
         "epoch": epoch,
         "step": step,
         "extra": extra,
         "names": names,
     }
-    return {key: value for key, value in parts.items() if value is not None}
+    return {key: value for key, value in checkpoint.items() if value is not None}
 
 
 def restore_checkpoint(
@@ -105,24 +106,24 @@ def restore_checkpoint(
     *,
     rng: bool = True,
 ) -> tuple[float | None, int | None]:
-    """Put the state of training back.
+    """Restore the state of training into the objects of a loop.
 
     Args:
-        checkpoint: What `build_checkpoint` or `load_checkpoint` returned; it stays as it is and shares no memory with
+        checkpoint: The result of `build_checkpoint` or `load_checkpoint`. It is not changed, and shares no memory with
             the objects afterwards.
-        model: Built as it was.
-        optimizer: Built as it was.
-        scheduler: Built as it was.
-        scaler: Built as it was.
+        model: Built as it was when it was saved, like the next three objects.
+        optimizer: The optimizer, if there is one.
+        scheduler: The scheduler, if there is one.
+        scaler: The GradScaler, if there is one.
         rng: Whether to restore the random number generators as well.
 
     Returns:
-        `(epoch, step)`, None where they were not stored. A part that is given here but is not in the checkpoint keeps
-        its own state, with a warning.
+        `(epoch, step)`, each None if it was not stored. If the checkpoint lacks the state of an object, that keeps its
+        own state, with a warning.
 
     Raises:
         CorruptFileError: The model's names or shapes differ.
-        ValueError: torch's own, where the optimizer has other parameter groups.
+        ValueError: The optimizer has other parameter groups; torch raises it.
 
     Examples:
         >>> source, target = nn.Linear(2, 1), nn.Linear(2, 1)
@@ -131,32 +132,32 @@ def restore_checkpoint(
         >>> source.weight.equal(target.weight)
         True
     """
-    parts = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-    copies = {part: copy.deepcopy(checkpoint.get(part)) for part, target in parts.items() if target is not None}
+    targets = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    copies = {key: copy.deepcopy(checkpoint.get(key)) for key, target in targets.items() if target is not None}
     return give_checkpoint({**checkpoint, **copies}, model, optimizer, scheduler, scaler, rng=rng)
 
 
 def give_checkpoint(
     checkpoint: Mapping[str, Any], model: nn.Module, optimizer: Any, scheduler: Any, scaler: Any, *, rng: bool = True
 ) -> tuple[float | None, int | None]:
-    """Put the state of training back as `restore_checkpoint` does, its memory too: the optimizer's is not copied."""
+    """Restore the state of training as `restore_checkpoint` does, but let the objects use the checkpoint's memory."""
     load_module_state(model, checkpoint["model"])
-    for part, target in {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}.items():
-        if target is not None and checkpoint.get(part) is None:
-            warnings.warn(f"The checkpoint has no {part}: it keeps the state it has.", stacklevel=3)
-        elif target is not None and part == "optimizer":
+    for key, target in {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}.items():
+        if target is not None and checkpoint.get(key) is None:
+            warnings.warn(f"The checkpoint has no {key}: it keeps the state it has.", stacklevel=3)
+        elif target is not None and key == "optimizer":
             _load_optimizer_state(target, model, checkpoint)
-        elif target is not None and checkpoint[part]:  # {} is what a disabled GradScaler gives, and refuses
-            target.load_state_dict(checkpoint[part])
+        elif target is not None and checkpoint[key]:  # a disabled GradScaler returns {}, but does not load it
+            target.load_state_dict(checkpoint[key])
     if rng and "rng" in checkpoint:
         set_rng_state(checkpoint["rng"])
     return checkpoint.get("epoch"), checkpoint.get("step")
 
 
 def _load_optimizer_state(optimizer: Any, model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-    """Load an optimizer's state without the cast to the parameter's dtype that torch makes on loading.
+    """Load an optimizer's state and undo torch's cast of it to the dtype of the parameters.
 
-    An optimizer that keeps float32 moments for bfloat16 weights would lose two bytes of each at every resume.
+    An optimizer that keeps float32 moments for bfloat16 weights would lose two bytes of each value at every resume.
     `checkpoint` has `model`, `optimizer` and `names`.
     """
     saved = checkpoint["optimizer"]
@@ -182,18 +183,18 @@ def save_checkpoint(
     rules: Mapping[str, Any] | None = None,
     quantize_i8: bool | None = None,
 ) -> None:
-    """Save a checkpoint directory; it appears whole or not at all, and needs no other directory.
+    """Save a checkpoint directory, which appears complete or not at all, and needs no other directory.
 
     Args:
-        checkpoint: What `build_checkpoint` or `load_checkpoint` returned.
+        checkpoint: The result of `build_checkpoint` or `load_checkpoint`.
         path: A missing or an existing empty directory.
         mode: A mode of `Policy`: "lossless", "near-lossless" or "compact".
-        rules: Rules of `Policy`, for what should be stored otherwise.
+        rules: Rules of `Policy`: exceptions from the mode.
         quantize_i8: True stores weights as int8 groups and everything else exactly; your rules go first.
 
     Raises:
-        ConfigError: An option is wrong, `quantize_i8` meets a lossy mode, or the checkpoint has an unknown key, or a
-            step or epoch that is no number of Python's.
+        ConfigError: An option is wrong, `quantize_i8` is combined with a lossy mode, the checkpoint has an unknown key,
+            or its step or epoch is not a Python number.
         UnstorableError: A value cannot be stored; the error names file and key.
         SaveError: `path` holds something, or the disk is full or refuses; nothing is left behind.
 
@@ -224,18 +225,17 @@ def save_training_state(
     base: BaseChoice | None = None,
     metrics: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """Save what `build_checkpoint` collected in a missing or empty directory, by itself or as one of a run.
+    """Save a result of `build_checkpoint` in a missing or empty directory, by itself or as a checkpoint of a run.
 
-    `anchor_every` is how many checkpoints of the run in the same directory one anchor serves at most; by default it
-    needs no other. ConfigError: no model, an unknown key, a step or epoch that is no number, a rule that names nothing,
-    metrics that are no JSON, or a base without weights. UnstorableError names file and key. SaveError: nothing is left
-    behind.
+    `anchor_every` is the most checkpoints of the run that one anchor serves; by default the checkpoint needs no other.
+    ConfigError: no model, an unknown key, a step or epoch that is no number, a rule that fits nothing, metrics that are
+    no JSON, or a base without weights. UnstorableError names file and key. SaveError: nothing is left behind.
     """
-    unknown = sorted(set(checkpoint) - set(_FILES) - set(_SMALL_PARTS))
+    unknown = sorted(set(checkpoint) - set(_FILES) - set(_SMALL_KEYS))
     if unknown or "model" not in checkpoint:
-        expected = f"a model and any of {', '.join([*_FILES, *_SMALL_PARTS])}"
-        found = f"the keys {', '.join(map(str, checkpoint))}"
-        raise ConfigError("checkpoint", expected, found, "Put what is your own under `extra`.")
+        expected = f"a model and any of {', '.join([*_FILES, *_SMALL_KEYS])}"
+        keys = f"the keys {', '.join(map(str, checkpoint))}"
+        raise ConfigError("checkpoint", expected, keys, "Put what is your own under `extra`.")
     step, epoch = checkpoint.get("step"), checkpoint.get("epoch")
     require_progress(step, epoch)
     names = checkpoint.get("names", {})
@@ -245,10 +245,10 @@ def save_training_state(
         checkpoint["model"], names.get("buffers", ()), optimizer, names.get("optimizer", {}), optimizer_class
     )
     policy.require_used([*map(str, checkpoint["model"]), *names.get("optimizer", {}).values()])
-    small = {key: checkpoint[key] for key in _SMALL_PARTS if key in checkpoint}
-    small["parts"] = parts = [part for part in _FILES if part in checkpoint]
+    small = {key: checkpoint[key] for key in _SMALL_KEYS if key in checkpoint}
+    small["parts"] = file_keys = [key for key in _FILES if key in checkpoint]
     trees: dict[str, tuple[Any, Plan]] = {STATE_NAME: (small, {})}
-    trees |= {_FILES[part]: (checkpoint[part], {}) for part in parts if part != "model"}
+    trees |= {_FILES[key]: (checkpoint[key], {}) for key in file_keys if key != "model"}
     if "optimizer" in checkpoint:
         plan = policy.plan_optimizer(optimizer, names=names.get("optimizer") or None, optimizer=optimizer_class)
         trees[OPTIMIZER_NAME] = (optimizer, plan)
@@ -270,7 +270,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
         path: The directory; it may have been moved.
 
     Returns:
-        The dict that was saved, its tensors on the CPU: bit for bit, but for what the mode rounds.
+        The dict that was saved, its tensors on the CPU. They are bit for bit the same, unless the mode rounds them.
 
     Raises:
         CorruptFileError: Something in it is damaged or missing, or it was not written by `save_checkpoint`.
@@ -291,20 +291,20 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def load_verified(path: Path) -> dict[str, Any]:
-    """Read a checkpoint directory as `load_checkpoint` does, one that was compared with its manifest just now."""
+    """Read a checkpoint directory as `load_checkpoint` does, after the caller has compared it with its manifest."""
     if not (path / STATE_NAME).is_file():
         next_step = "Resume a Trainer's checkpoint with Trainer.train(resume_from_checkpoint=...)."
         raise CorruptFileError(str(path), f"a directory with {STATE_NAME}", "none", next_step)
     register_anchor_directory(path)
     checkpoint = load_file(path / STATE_NAME)
-    parts = checkpoint.pop("parts", None) if isinstance(checkpoint, dict) else None
-    if not isinstance(parts, list) or "model" not in parts or not all(part in [*_FILES] for part in parts):
+    keys = checkpoint.pop("parts", None) if isinstance(checkpoint, dict) else None
+    if not isinstance(keys, list) or "model" not in keys or not all(key in [*_FILES] for key in keys):
         next_step = "Use another checkpoint: this one was not written by save_checkpoint."
-        raise CorruptFileError(str(path / STATE_NAME), "the parts of a checkpoint", repr(parts)[:200], next_step)
-    for part in parts:
+        raise CorruptFileError(str(path / STATE_NAME), "the parts of a checkpoint", repr(keys)[:200], next_step)
+    for key in keys:
         try:
-            checkpoint[part] = load_file(path / _FILES[part])
+            checkpoint[key] = load_file(path / _FILES[key])
         except FileNotFoundError as error:
             next_step = "Use another checkpoint, or restore this one from a copy."
-            raise CorruptFileError(str(path), f"the file {_FILES[part]}", "none", next_step) from error
+            raise CorruptFileError(str(path), f"the file {_FILES[key]}", "none", next_step) from error
     return checkpoint

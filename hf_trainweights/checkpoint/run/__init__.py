@@ -1,1 +1,1 @@
-"""What all checkpoints of a run share: their anchor, which of them is whole, and what may go."""
+"""The parts that all checkpoints of a run share: their anchor, their base, the checks of their files, and the ranks."""

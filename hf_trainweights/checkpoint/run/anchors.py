@@ -1,12 +1,13 @@
 """The anchor that the next checkpoint may be stored against, and the record of it in manifests.
 
 Every checkpoint of a run refers to one earlier weights file, the anchor, by its DECODED values, so errors never add up.
-Exact checkpoints form a star around a full one. Rounded ones form a short chain: each is the next one's anchor until
-reading takes five files, then they form a star around the last. Every directory holds links to all files that reading
-it takes. The manifest of each checkpoint carries the `AnchorRecord`, so the run goes on after a restart, and any one
-surviving checkpoint is enough to continue it.
+Exact checkpoints form a star: all of them refer to one full checkpoint. Rounded checkpoints first form a short chain:
+each is the anchor of the next until reading one takes five files. After that they form a star around the last one.
+Every directory holds links to all files that are needed to read it. The manifest of each checkpoint contains the
+`AnchorRecord`, so one surviving checkpoint is enough to continue the run after a restart.
 
-Steps follow how far weights move from save to save: measured against the anchor, or estimated from Adam's moments.
+The lossy codecs round to steps that follow the drift, which is how far weights move from save to save. Drift is
+measured against the anchor, or estimated from Adam's moments.
 """
 
 from __future__ import annotations
@@ -48,26 +49,27 @@ _RECORD = {
     "interval_steps": "an integer of at least 1, or null",
 }
 
-# A delta that costs one bit per weight more than the first one did is twice as large: the anchor has aged.
+# A delta that takes one bit per weight more than the first one is twice as large. Then the anchor is too old.
 _REFRESH_BITS = 1.0
-# A root of a second moment that is so many times as large as Adam's eps makes it irrelevant.
+# Adam divides by the root of the second moment plus eps. A root 1,000 times as large as eps makes eps irrelevant.
 _IRRELEVANT_EPS = 1000
-# Where saves lie further apart, or nobody knows how far, the estimate is too small: steps get finer, never too coarse.
+# Drift is estimated for at most 100 training steps. If saves lie further apart, or the interval is unknown, the
+# estimate is too small, which makes the steps of lossy codecs finer than necessary but never too coarse.
 _MOST_STEPS = 100
 
 
 @dataclass(frozen=True)
 class AnchorRecord:
-    """What later checkpoints must know about an anchor; the manifest of each that uses it records it.
+    """Facts about an anchor that later checkpoints need. The manifest of each checkpoint that uses the anchor has them.
 
     Args:
         sha256: Digest of the anchor file.
-        saves: How many checkpoints it has served, including the one that it is itself.
-        first_bits: Stored bits per weight of the first delta against it; None before that.
-        last_bits: The same of the newest delta, corrected to the step of the first (see `AnchorCandidate.fineness`).
-        delta_rms: By parameter name the rms of the first delta, from which the lossy codecs take their steps; empty
+        saves: How many checkpoints the anchor has served, including the checkpoint that it is itself.
+        first_bits: Stored bits per weight of the first delta against the anchor; None before that delta.
+        last_bits: The same for the newest delta, corrected to the step of the first (see `AnchorCandidate.fineness`).
+        delta_rms: The rms of the first delta by parameter name, from which the lossy codecs take their steps; empty
             as long as all codecs are lossless.
-        interval_steps: Training steps from the save before that delta to it; None where unknown.
+        interval_steps: Training steps between the first delta and the save before it; None if unknown.
     """
 
     sha256: str
@@ -78,12 +80,12 @@ class AnchorRecord:
     interval_steps: int | None = None
 
     def has_aged(self, bits: float) -> bool:
-        """Tell whether deltas have become that many bits per weight more expensive than the first."""
+        """Return whether the newest delta takes more than that many bits per weight beyond the first delta."""
         return self.first_bits is not None and (self.last_bits or 0.0) > self.first_bits + bits
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> AnchorRecord:
-        """Read it from JSON; CorruptFileError: a field is missing, unknown or of another type."""
+        """Read a record from JSON; CorruptFileError: a field is missing, unknown or of another type."""
         fields = require_fields("anchor", {**asdict(cls("")), **value}, _RECORD)
         require_amounts("anchor.delta_rms", fields["delta_rms"])
         try:
@@ -95,21 +97,24 @@ class AnchorRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class AnchorCandidate:
-    """What a checkpoint of the run says about the anchor that the next one may use, so many training steps later."""
+    """An anchor that the next checkpoint may use, as the manifest of an earlier checkpoint of the run records it.
+
+    `interval_steps` are the training steps from the last save to the next one; None if unknown.
+    """
 
     record: AnchorRecord
     interval_steps: int | None = None
 
     def is_spent(self, anchor_every: int) -> bool:
-        """Tell whether the next checkpoint should begin a new anchor: after so many, or when this one has aged."""
+        """Return whether the next checkpoint should begin a new anchor, as this one served `anchor_every` or aged."""
         return self.record.saves >= anchor_every or self.record.has_aged(_REFRESH_BITS)
 
     @property
     def fineness(self) -> float:
-        """How much finer than the first delta's the steps of the next one must be, from 0 to 1.
+        """The factor from 0 to 1 that makes the steps of the next delta finer than those of the first delta.
 
-        Each resume adds the error of its checkpoint to the run. With the square root of the interval between saves in
-        the step, errors add up to the same over as many training steps, however often a run is saved and resumed.
+        Each resume adds the error of its checkpoint to the run. Steps grow with the square root of the interval between
+        saves, so errors add up to the same over the same number of training steps, however often a run is resumed.
         """
         if not self.record.delta_rms or self.interval_steps is None or self.record.interval_steps is None:
             return 1.0
@@ -117,14 +122,14 @@ class AnchorCandidate:
 
     @property
     def step_rms(self) -> dict[str, float]:
-        """By name the rms from which the lossy codecs take the next delta's steps; empty before the first."""
+        """The rms by name from which lossy codecs take the steps of the next delta; empty before the first delta."""
         return {name: rms * self.fineness for name, rms in self.record.delta_rms.items()}
 
     def after_delta(self, bits_per_weight: float, measured_rms: Mapping[str, float], *, is_exact: bool) -> AnchorRecord:
-        """Return the record once the next checkpoint is stored against the anchor, which may have measured drift."""
+        """Return the record after a checkpoint was stored against the anchor; `measured_rms` is its drift, if known."""
         delta_rms = {**self.record.delta_rms, **measured_rms}
         record = replace(self.record, saves=self.record.saves + 1, delta_rms=delta_rms)
-        if is_exact and delta_rms:  # the best one of a rounded run: its bits say nothing of the next one's
+        if is_exact and delta_rms:  # in a rounded run only the best one is exact, and its bits compare with no others
             return record
         if not (is_exact or self.record.delta_rms):
             record = replace(record, interval_steps=self.interval_steps)
@@ -133,11 +138,11 @@ class AnchorCandidate:
 
 
 def link_anchor(source: Path, sha256: str, directory: Path) -> Anchor | None:
-    """Link an anchor and all files that reading it takes into a checkpoint directory, and open it there, verified.
+    """Link an anchor and all files needed to read it into a checkpoint directory, verify them, and open the anchor.
 
-    None, with a warning, if a file is damaged or gone. Then there are no new links either.
+    If a file is damaged or gone, warn, remove the new links and return None.
     """
-    made: list[Path] = []
+    new_links: list[Path] = []
     first, run = directory / anchor_file_name(sha256), source.parent.parent
     try:
         for _ in range(MOST_ANCHORS):
@@ -145,9 +150,9 @@ def link_anchor(source: Path, sha256: str, directory: Path) -> Anchor | None:
             if not link.exists():
                 with contextlib.suppress(FileExistsError):  # another rank was faster
                     link_or_copy(source, link)
-                    made.append(link)
+                    new_links.append(link)
                 if link.stat().st_nlink == 1:
-                    _say_that_anchors_are_copied(run.parent if run.name.startswith("checkpoint-") else run)
+                    _warn_of_copied_anchors(run.parent if run.name.startswith("checkpoint-") else run)
             verify_anchor(link)
             sha256 = read_structure(link).get("anchor", {}).get("sha256")
             if sha256 is None:
@@ -156,29 +161,29 @@ def link_anchor(source: Path, sha256: str, directory: Path) -> Anchor | None:
         return Anchor(first)
     except (CorruptFileError, FileNotFoundError) as error:
         warnings.warn(f"Weights are stored without reference: {error}", stacklevel=2)
-        remove_files(made)
+        remove_files(new_links)
         return None
 
 
 @functools.cache  # once per run
-def _say_that_anchors_are_copied(run: Path) -> None:
-    what = "each checkpoint has its own copies of the anchors that it needs, and takes their size as well"
-    warnings.warn(f"The disk of {run} has no hard links: {what}.", stacklevel=3)
+def _warn_of_copied_anchors(run: Path) -> None:
+    consequence = "each checkpoint has its own copies of the anchors that it needs, and takes their size as well"
+    warnings.warn(f"The disk of {run} has no hard links: {consequence}.", stacklevel=3)
 
 
 def unused_anchors(directory: Path) -> list[Path]:
-    """List anchors that neither the manifest lists nor reading an encoded file beside them takes.
+    """List the anchors in a directory that are not in its manifest and that no encoded file there needs.
 
-    Nothing is listed if a file cannot be read: it may still need any of the anchors.
+    Return an empty list if a file cannot be read, because that file may need any of the anchors.
     """
     anchors = set(directory.glob(f"*{ANCHOR_SUFFIX}"))
     if not anchors:
         return []
     try:
-        listed = read_manifest(directory).files if (directory / MANIFEST_NAME).exists() else ()
-        needed = {directory / name for name in listed}
+        listed_names = read_manifest(directory).files if (directory / MANIFEST_NAME).exists() else ()
+        needed = {directory / name for name in listed_names}
         readers = set(directory.iterdir()) - anchors
-        while readers:  # an anchor may be a difference to another one
+        while readers:  # an anchor may itself be a difference to another anchor
             names = {anchor_file_name(sha256) for path in readers for sha256 in anchor_digests(path)}
             readers = anchors.intersection(directory / name for name in names) - needed
             needed |= readers
@@ -188,19 +193,19 @@ def unused_anchors(directory: Path) -> list[Path]:
 
 
 def measure_delta_rms(weights: Mapping[str, Any], anchor: Anchor | BaseWeights) -> dict[str, float]:
-    """Return by name the rms of the difference of weights to their decoded anchor, which fixes lossy steps.
+    """Return the rms of the difference between each weight and its decoded anchor, by name, for the lossy steps.
 
     Weights that are small, not finite or of another shape are left out. One tensor is decoded at a time.
     """
-    measured = {}
+    rms_by_name = {}
     for name, tensor in weights.items():
         if isinstance(tensor, Tensor) and tensor.numel() >= SIZE_FLOOR and tensor.dtype in LOSSY_DTYPES:
-            measured[name] = delta_rms(tensor.cpu(), name, anchor)
-    return {name: rms for name, rms in measured.items() if rms is not None}
+            rms_by_name[name] = delta_rms(tensor.cpu(), name, anchor)
+    return {name: rms for name, rms in rms_by_name.items() if rms is not None}
 
 
 def delta_rms(tensor: Tensor, name: str, anchor: Anchor | BaseWeights) -> float | None:
-    """Return the rms of the difference of a weight or shard to the anchor's; None where it is none, or no number."""
+    """Return the rms of the difference of a weight or shard to the anchor's; None if that is missing or not finite."""
     reference = anchor.tensor(name) if name in anchor else None
     if reference is None or reference.shape != tensor.shape:
         return None
@@ -214,14 +219,14 @@ def expected_drift_rms(
     interval_steps: int | None = None,
     optimizer_class: str | None = None,
 ) -> dict[str, float]:
-    """Estimate from Adam's moments by name the rms of how far each weight moves between two saves.
+    """Estimate the drift of each weight from Adam's moments: by name the rms of its movement between two saves.
 
     Gradients count as independent. One gradient g moves a weight by lr * (1 - beta1**k) * g / sqrt(exp_avg_sq) within k
     steps, because Adam spreads it over the following ones. The root mean square of exp_avg is that of g times sqrt((1 -
     beta1) / (1 + beta1)). Measured in a language model from scratch and in a fine-tune, weights move 0.4 to 1.3 times
-    as far: less while the learning rate falls. Of `interval_steps`, the training steps between two saves, at most 100
-    count; default: those since the start. Parameters without a name are left out, and those that another rule than
-    Adam's moves.
+    as far as estimated, and less while the learning rate falls. `interval_steps` are the training steps between two
+    saves, by default those since the start. At most 100 of them count. Parameters without a name are left out, as are
+    parameters that an optimizer other than Adam moves.
     """
     most_steps = min(interval_steps or _MOST_STEPS, _MOST_STEPS)
     tasks: dict[str, tuple[int, Callable[[], float]]] = {}
@@ -235,7 +240,7 @@ def expected_drift_rms(
 def second_moments(
     optimizer: Mapping[str, Any], names: Mapping[Any, str], optimizer_class: str | None = None
 ) -> dict[str, Tensor]:
-    """Return each parameter's `exp_avg_sq` by name, a hint for codecs, as far as the optimizer is Adam."""
+    """Return each parameter's `exp_avg_sq` by name, as a hint for codecs; only parameters that Adam moves have one."""
     states = adam_states(optimizer, names, optimizer_class)
     moments = {name: state["exp_avg_sq"] for name, state, _ in states}
     return {name: moment for name, moment in moments.items() if moment.dtype in LOSSY_DTYPES}
@@ -250,7 +255,7 @@ def _adam_drift_rms(state: Mapping[str, Any], group: Mapping[str, Any], most_ste
     eps = float(group.get("eps", 0.0)) * math.sqrt(1 - beta2**steps)
     moments, total = (first.flatten(), second.flatten()), 0.0
     for chunk in chunk_ranges(first.numel()):
-        mean, square = (each[chunk].float() for each in moments)
+        mean, square = (moment[chunk].float() for moment in moments)
         total += mean.square().div_(_divisors(square, eps)).nan_to_num_(0.0, 0.0, 0.0).mean().item() * len(mean)
     correction = (1 - beta2**steps) / (1 - beta1**steps) ** 2
     squares = max(total / first.numel(), 0.0)  # a damaged second moment may be negative
@@ -258,12 +263,12 @@ def _adam_drift_rms(state: Mapping[str, Any], group: Mapping[str, Any], most_ste
 
 
 def _divisors(square: Tensor, eps: float) -> Tensor:
-    """Return the squares of the numbers by which Adam divides; `eps` counts where it changes one by a thousandth."""
+    """Return the squares of Adam's divisors; `eps` is added only if it changes one of them by a thousandth or more."""
     largest = (_IRRELEVANT_EPS * eps) ** 2
     return square if square.amin() >= largest else torch.where(square < largest, (square.sqrt() + eps) ** 2, square)
 
 
 def _independent_updates(steps: float, beta: float) -> float:
-    """Return how many independent updates of the same size move a weight as far as so many steps with momentum."""
-    within = steps - 2 * beta * (1 - beta**steps) / (1 - beta) + beta**2 * (1 - beta ** (2 * steps)) / (1 - beta**2)
-    return within * (1 + beta) / (1 - beta)
+    """Return the number of independent updates of equal size that move a weight as far as `steps` with momentum do."""
+    updates = steps - 2 * beta * (1 - beta**steps) / (1 - beta) + beta**2 * (1 - beta ** (2 * steps)) / (1 - beta**2)
+    return updates * (1 + beta) / (1 - beta)

@@ -1,11 +1,11 @@
-"""The checkpoints of a run on the disk: which there are, which of them are whole, and which a Trainer may resume from.
+"""The checkpoints of a run on the disk: a list of them, and checks whether one is intact and safe to resume from.
 
-A checkpoint is compared with its manifest or, without digests, as far as a look at it shows.
+A checkpoint is compared with the digests in its manifest. If it has no manifest, checksums and structure are checked.
 
-A model's files may name weights otherwise than its modules do. A stock Trainer leaves such weights at their starting
-values when it resumes from files that it has written itself. The callback replaces these files in every checkpoint, but
-the process may die first. So a mark is in the run's directory from the start: it names weights that only the Trainer's
-own files have, and a checkpoint that has one of them is not resumed from.
+A model's files may use other names for weights than its modules do. A stock Trainer leaves such weights at their
+starting values when it resumes from files that it has written itself. The callback replaces these files in every
+checkpoint, but the process may die before that. So the run's directory has a mark from the start: a file with names of
+weights that only the Trainer's own files use. Training is not resumed from a checkpoint that has one of these names.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from hf_trainweights.files.reading import (
 from hf_trainweights.files.safetensors_file import read_safetensors_header
 from hf_trainweights.files.weight_files import ENTRY_POINTS, safetensors_files, shard_names
 
-# No cleaner takes this name for a temporary one, and a Trainer pushes nothing that begins with an underscore.
+# Clean-up takes this name for no temporary one, and a Trainer pushes no file whose name begins with an underscore.
 MARK_NAME = "_trainweights_run.json"
 _KEY = "converted_names"
 
@@ -60,42 +60,42 @@ _CHECKPOINT_NAME = re.compile(r"checkpoint-\d+")
 # Progress and extras of a plain loop, written by `save_checkpoint`.
 STATE_NAME = "trainweights_state.pt"
 TRAINER_STATE_NAME = "trainer_state.json"
-# Any of them says how far training had come.
+# Each of these files records how far training had come.
 PROGRESS_NAMES = (STATE_NAME, TRAINER_STATE_NAME, MANIFEST_NAME)
-# Each rank writes one, when it comes to it.
+# Each rank writes a file with this prefix, not all at the same time.
 RNG_PREFIX = "rng_state"
 
 OPTIMIZER_NAME = "optimizer.pt"
-# What a Trainer writes under FSDP with FULL_STATE_DICT, and resumes from: the same state that other files hold.
+# Under FSDP with FULL_STATE_DICT a Trainer writes optimizer.bin and the next file, and resumes from them.
 OPTIMIZER_NAMES = (OPTIMIZER_NAME, "optimizer.bin")
 FSDP_WEIGHTS_NAME = "pytorch_model_fsdp.bin"
 
-# What a Trainer loads beside the weights that others load.
+# A Trainer loads these files when it resumes; other readers of the weights do not.
 RESUMED_FROM = (*OPTIMIZER_NAMES, FSDP_WEIGHTS_NAME)
 _READ_BY_A_RESUME = frozenset({STATE_NAME, *RESUMED_FROM, *ENTRY_POINTS})
-# Loaders open these before pytorch_model.bin and adapter_model.bin, so one that is not listed changes what is loaded.
+# Loaders open these before pytorch_model.bin and adapter_model.bin, so an unlisted one would be loaded instead.
 _PREFERRED_BY_LOADERS = frozenset(name for name in ENTRY_POINTS if ".safetensors" in name)
 
-# Stands among the names of files for the weights outside the run that a checkpoint needs.
+# A key among file names: it stands for the base that a checkpoint needs, which lies outside its directory.
 BASE_PROBLEM = "its base"
 
 
 def checkpoint_directories(root: str | Path, *, links: bool = False) -> list[Path]:
     """List the `checkpoint-<step>` directories in `root`, newest first: by step, then by modification time.
 
-    Links are left out unless they are asked for; without `root` there are none.
+    Symbolic links are left out unless `links` is true. The list is empty if `root` is not a directory.
     """
     root = Path(root)
     if not root.is_dir():
         return []
-    found = []
+    entries = []
     for path in root.iterdir():
         with contextlib.suppress(FileNotFoundError):  # another process removes it
             status = path.lstat()
             is_listed = stat.S_ISDIR(status.st_mode) or (links and stat.S_ISLNK(status.st_mode))
             if is_listed and _CHECKPOINT_NAME.fullmatch(path.name):
-                found.append((checkpoint_step(path), status.st_mtime_ns, path))
-    return [path for *_, path in sorted(found, reverse=True)]
+                entries.append((checkpoint_step(path), status.st_mtime_ns, path))
+    return [path for *_, path in sorted(entries, reverse=True)]
 
 
 def checkpoint_step(path: Path) -> int:
@@ -104,35 +104,35 @@ def checkpoint_step(path: Path) -> int:
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step in the name of a directory; None where it is not called `checkpoint-<step>`."""
+    """Return the step in the name of a directory; None if it is not called `checkpoint-<step>`."""
     return checkpoint_step(path) if _CHECKPOINT_NAME.fullmatch(path.name) else None
 
 
 def steps_since_last_save(path: Path) -> int | None:
-    """Return the training steps since the save before a checkpoint; None without an earlier one in its run."""
+    """Return the training steps between a checkpoint and the save before it; None if its run has no earlier one."""
     step = step_of(path)
     if step is None:
         return None
-    # Later ones are of a run that was resumed from before them.
+    # Checkpoints with later steps may be there if the run was resumed from one before them.
     newest_first = map(checkpoint_step, checkpoint_directories(path.parent))
     return next((step - saved for saved in newest_first if saved < step), None)
 
 
 def progress_problem(directory: Path) -> str | None:
-    """Say why a resume would not find out how far a checkpoint's training had come, or return None."""
+    """Return why a resume could not read how far the training of a checkpoint had come, or None if it could."""
     state = directory / STATE_NAME
     return file_problem(state if state.is_file() else directory / TRAINER_STATE_NAME)
 
 
 def entry_points(directory: Path) -> list[Path]:
-    """Return the files of weights that a loader may open first, those of further adapters in their own folders."""
+    """Return the weight files that a loader may open first, including those in the folders of further adapters."""
     folders = [directory, *sorted(path for path in directory.iterdir() if path.is_dir())]
     return [folder / name for folder in folders for name in ENTRY_POINTS if (folder / name).is_file()]
 
 
 def anchor_problem(path: Path) -> str | None:
-    """Say which anchor or base a file of weights needs and cannot read, or return None."""
-    register_anchor_directory(path.parent)  # as whoever loads the checkpoint does
+    """Return why the anchor or base that a weight file needs cannot be read, or None if it can."""
+    register_anchor_directory(path.parent)  # whoever loads the checkpoint does that, too
     try:
         _require_anchor(path)
     except MissingAnchorError as error:
@@ -150,11 +150,11 @@ def _require_anchor(path: Path) -> None:
 
 
 def require_undamaged(directory: Path, verified: Collection[str]) -> None:
-    """Check all files of a checkpoint but the `verified` ones, before a manifest says that they are whole.
+    """Check all files of a checkpoint but the `verified` ones, before a manifest says that they are intact.
 
-    What several ranks write is left out: another rank may not be done. CorruptFileError: a file is not as it was
-    written, as far as its checksums or its structure show. MissingAnchorError: an encoded one needs an anchor that is
-    found nowhere.
+    Files that several ranks write are left out, because another rank may still be writing. CorruptFileError: checksums
+    or structure show that a file is not as it was written. MissingAnchorError: an encoded file needs an anchor that is
+    not there.
     """
     register_anchor_directory(directory)
     for name, status in list_files(directory).items():
@@ -170,7 +170,7 @@ def require_undamaged(directory: Path, verified: Collection[str]) -> None:
 
 
 def trainer_state(directory: Path) -> Mapping[str, Any]:
-    """Return what a Trainer noted in a checkpoint; nothing where it did not, or where the file is damaged."""
+    """Return the content of a checkpoint's trainer_state.json; empty if that file is missing or damaged."""
     try:
         return read_json_object(directory / TRAINER_STATE_NAME)
     except (CorruptFileError, OSError):
@@ -178,9 +178,9 @@ def trainer_state(directory: Path) -> Mapping[str, Any]:
 
 
 def file_problem(path: Path, *, is_torch: bool = True) -> str | None:
-    """Say why a file is not as it was written, as far as its checksums or structure show, or return None.
+    """Return which checksum or structure shows that a file is not as it was written, or None if it looks intact.
 
-    Without `is_torch` it may be another program's, although its suffix is one of torch's.
+    If `is_torch` is false, another program may have written the file although its suffix is one of torch's.
     """
     try:
         if path.name == TRAINER_STATE_NAME:
@@ -192,7 +192,7 @@ def file_problem(path: Path, *, is_torch: bool = True) -> str | None:
         elif path.suffix == ANCHOR_SUFFIX:
             verify_anchor(path)
         elif path.suffix in TORCH_SUFFIXES:
-            if is_torch_zip(path) or zipfile.is_zipfile(path):  # it begins like one, or ends like one
+            if is_torch_zip(path) or zipfile.is_zipfile(path):  # the file begins like a zip archive, or ends like one
                 _read_zip(path)
             elif is_torch:
                 load_file(path)  # PyTorch before 1.6 wrote no zip archives
@@ -210,7 +210,7 @@ def _read_zip(path: Path) -> None:
 
 
 def weights_problem(path: Path) -> str | None:
-    """Say why a weight file or an index cannot be loaded, as far as its structure shows, or return None."""
+    """Return why a weight file, or a shard of an index, cannot be loaded, or None if its structure is sound."""
     try:
         names = shard_names(path) if path.name.endswith(".index.json") else [path.name]
     except (CorruptFileError, OSError) as error:
@@ -224,8 +224,8 @@ class CheckpointReport:
 
     Args:
         path: The directory.
-        manifest: What it should hold; None if the manifest is missing or damaged.
-        problems: File name to what is wrong with it; `its base` if that is gone or has changed.
+        manifest: The manifest, which lists the files that were written; None if it is missing or damaged.
+        problems: The problem of each damaged file by its name; `its base` if the base is gone or has changed.
         foreign: Names of files that the manifest does not list; they are not used and do no harm.
     """
 
@@ -241,12 +241,12 @@ class CheckpointReport:
 
     @property
     def ok(self) -> bool:
-        """Whether the directory holds exactly what was written."""
+        """Whether the directory holds exactly the files that were written, and each is unchanged."""
         return not self.problems and not self.foreign
 
 
 def verify_checkpoint(path: str | Path) -> CheckpointReport:
-    """Read every file of a checkpoint and compare it with the manifest; a single flipped bit is found.
+    """Read every file of a checkpoint and compare it with the manifest, which shows even a single flipped bit.
 
     Args:
         path: A checkpoint directory.
@@ -255,7 +255,7 @@ def verify_checkpoint(path: str | Path) -> CheckpointReport:
         The report; `report.ok` if nothing is damaged, missing or foreign.
 
     Raises:
-        OSError: The directory itself cannot be read. What is wrong in it is reported, not raised.
+        OSError: The directory itself cannot be read. Problems of files in it are reported, not raised.
 
     Examples:
         >>> import torch
@@ -289,9 +289,10 @@ def verify_checkpoint(path: str | Path) -> CheckpointReport:
 
 
 def intact_manifest(path: Path) -> Manifest | None:
-    """Verify a checkpoint and return its manifest, None without one; CorruptFileError: it or a file is damaged.
+    """Verify a checkpoint and return its manifest, or None if it has no manifest.
 
-    MissingAnchorError: it is whole, but the base that it needs is gone.
+    CorruptFileError: the manifest or a file is damaged. MissingAnchorError: all files are intact, but the base that the
+    checkpoint needs is gone.
     """
     if not (path / MANIFEST_NAME).exists():
         return None
@@ -308,18 +309,18 @@ def intact_manifest(path: Path) -> Manifest | None:
 def list_files(directory: Path) -> dict[str, os.stat_result]:
     """Return the status of every file below a directory by its relative name.
 
-    Left out are those that are being written, and removed ones that NFS or FUSE shows as long as they are open. A link
-    is listed with its own status and never followed.
+    Files that are being written are left out, as are removed files that NFS or FUSE shows as long as they are open. A
+    symbolic link is listed with its own status and never followed.
     """
-    found = {}
+    statuses = {}
     for folder, subfolders, names in os.walk(directory, onerror=_raise):
         links = [name for name in subfolders if (Path(folder) / name).is_symlink()]
         for name in names + links:
             path = Path(folder) / name
             relative = path.relative_to(directory).as_posix()
             if not (relative.startswith(TEMPORARY_PREFIX) or name.startswith(SHOWN_PREFIXES)):
-                found[relative] = path.lstat()
-    return found
+                statuses[relative] = path.lstat()
+    return statuses
 
 
 def _raise(error: OSError) -> None:
@@ -341,15 +342,15 @@ def _file_problem(path: Path, entry: FileEntry, status: os.stat_result | None) -
 
 
 def size_bytes(directory: Path) -> int:
-    """Return what a checkpoint takes on disk, without anchors that other checkpoints hold as well."""
+    """Return the bytes that a checkpoint takes on disk, excluding anchors that it shares with other checkpoints."""
     files = ((file, file.stat()) for file in directory.rglob("*") if file.is_file())
-    # Other links are to files of this checkpoint. An anchor with one link is a copy: the disk has no hard links.
+    # Links between files of this checkpoint count once. An anchor with one link is a copy: the disk has no hard links.
     own = (status for file, status in files if file.suffix != ANCHOR_SUFFIX or status.st_nlink == 1)
     return sum({(status.st_dev, status.st_ino): status.st_size for status in own}.values())
 
 
 def mark_run(root: str | Path, name: str) -> None:
-    """Note in a run durably the name of a weight by which files show that no Trainer may resume from them."""
+    """Add a weight's name to the durable mark of a run; no Trainer may resume from files that have the name."""
     mark = Path(root) / MARK_NAME
     try:
         names = _marked_names(Path(root))
@@ -362,27 +363,27 @@ def mark_run(root: str | Path, name: str) -> None:
 
 
 def converted_weights_problem(checkpoint: str | Path, names: Set[str] | None = None) -> str | None:
-    """Say why a Trainer would resume wrongly from a checkpoint; None if its weights are safe, or nothing is known.
+    """Return why a Trainer would resume wrongly from a checkpoint; None if it would not, or if there is no mark.
 
-    `names` are weights that only the Trainer's own files have; default: those of the mark beside the checkpoint.
+    `names` are of weights that only the Trainer's own files use; by default those of the mark beside the checkpoint.
     """
     checkpoint = Path(checkpoint).absolute()
     try:
         names = _marked_names(checkpoint.parent) if names is None else names
         files = safetensors_files(checkpoint) if names else []
-        found = {name for file in files for name in read_safetensors_header(file) if name in names}
+        converted = {name for file in files for name in read_safetensors_header(file) if name in names}
     except (OSError, ValueError) as error:
         return f"{MARK_NAME} or the weights cannot be read: {error}"
-    if not found:
+    if not converted:
         return None
     return (
-        f"its weight files name weights otherwise than the model's modules do ({min(found)}), "
+        f"its weight files name weights otherwise than the model's modules do ({min(converted)}), "
         "and a Trainer that resumes from them leaves these at their starting values"
     )
 
 
 def _marked_names(root: Path) -> frozenset[str]:
-    """Return the names in the mark of a run, none if it has no mark; ValueError if it is damaged."""
+    """Return the names in the mark of a run, an empty set if it has no mark; ValueError: the mark is damaged."""
     try:
         names = read_json_object(root / MARK_NAME).get(_KEY)
     except FileNotFoundError:

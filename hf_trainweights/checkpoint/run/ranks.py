@@ -1,4 +1,4 @@
-"""The ranks that work on one checkpoint together: what one decides all do, and an error of one is an error of all."""
+"""The ranks that work on one checkpoint together: one decides, all follow, and an error of one is raised on all."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
-# What came of some work: what it returned, or what it raised.
+# The result of a call: the value that it returned, and the error that it raised instead.
 Outcome = tuple[Any, Exception | None]
 
-# While the coordinator reads a whole run, the others wait for longer than training ever does.
+# While the coordinator reads all checkpoints of a run, the other ranks wait longer than any step of training takes.
 _PATIENCE = timedelta(days=1)
 
 
 class Ranks:
-    """The processes of a group, of which the first coordinates; without a group this process alone.
+    """The processes of a group; rank 0 coordinates them. If there is no group, this process is the only rank.
 
-    The group has a backend for the CPU, all ranks belong to it, and nothing else talks in it.
+    The group has a backend for the CPU, contains all ranks, and serves these calls alone.
     """
 
     def __init__(self, group: Any = None):
@@ -31,47 +31,47 @@ class Ranks:
         self.size = 1 if group is None else dist.get_world_size(group)
 
     def decide(self, work: Callable[[], T]) -> T:
-        """Return on every rank what `work` returns on the coordinator alone, or raise its error; every rank calls this.
+        """Run `work` on the coordinator alone, and return its value or raise its error on all; every rank calls this.
 
-        Within it the coordinator may have all ranks `share` in the work. The others do only what they are told, until
-        it has ended. So wherever an error is raised, on whichever rank, none waits for what will not come.
+        Inside `work` the coordinator may call `share`, which gives each rank a task. Until `work` ends, the other ranks
+        wait for tasks. So no rank waits forever for another one, wherever an error is raised.
         """
         if self.rank == 0:
             outcome = _outcome(work)
             if self.size > 1:
                 self._scatter([(False, _pickled(outcome))] * self.size)
         else:
-            is_part, message = self._scatter([])
-            while is_part:
-                self._gather(_pickled(_outcome(lambda part: pickle.loads(part)(), message)))
-                is_part, message = self._scatter([])
+            is_task, message = self._scatter([])
+            while is_task:
+                self._gather(_pickled(_outcome(lambda task: pickle.loads(task)(), message)))
+                is_task, message = self._scatter([])
             outcome = pickle.loads(message)
         return _value(outcome)
 
-    def share(self, parts: Sequence[Callable[[], T]]) -> list[T]:
-        """Have each rank do its part, and return what they returned; the coordinator calls this within `decide`.
+    def share(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
+        """Run one task on each rank and return the results in their order; the coordinator calls this in `decide`.
 
-        The error of the first rank that had one is raised once all are done. Parts and results are pickled.
+        The error of the first rank that had one is raised once all are done. Tasks and results are pickled.
         """
         if self.size == 1:
-            return [parts[0]()]
-        self._scatter([(True, pickle.dumps(part)) for part in parts])
-        return [_value(pickle.loads(each)) for each in self._gather(_pickled(_outcome(parts[0])))]
+            return [tasks[0]()]
+        self._scatter([(True, pickle.dumps(task)) for task in tasks])
+        return [_value(pickle.loads(message)) for message in self._gather(_pickled(_outcome(tasks[0])))]
 
     def gather(self, work: Callable[[], T]) -> list[T]:
-        """Return on the coordinator what `work` returned on each rank, on the others nothing; every rank calls this.
+        """Run `work` on every rank, return all results on the coordinator, else an empty list; every rank calls this.
 
         The error of the first rank that had one is raised on all. Results are pickled.
         """
         if self.size == 1:
             return [work()]
-        outcomes = self._gather(_pickled(_outcome(work)))
+        messages = self._gather(_pickled(_outcome(work)))
         values: list[T] = []
-        self.decide(lambda: values.extend(_value(pickle.loads(each)) for each in outcomes))
+        self.decide(lambda: values.extend(_value(pickle.loads(message)) for message in messages))
         return values
 
     def any(self, mine: bool) -> bool:
-        """Return on every rank whether something is true on one of them at least."""
+        """Return on every rank whether `mine` is true on at least one rank; every rank calls this."""
         if self.size == 1:
             return mine
         count = torch.tensor(int(mine))
@@ -79,13 +79,13 @@ class Ranks:
         return bool(count)
 
     def _scatter(self, messages: list[tuple[bool, bytes]]) -> tuple[bool, bytes]:
-        """Return on every rank the coordinator's message for it: a part of the work (True), or how the work ended."""
+        """Send each rank its message and return the one for this rank: (True, a task) or (False, the final outcome)."""
         box = [(False, b"")]
         dist.scatter_object_list(box, messages or None, group=self._group, group_src=0)
         return box[0]
 
     def _gather(self, message: bytes) -> list[bytes]:
-        """Return on the coordinator the messages of all ranks, nothing on the others."""
+        """Return the messages of all ranks on the coordinator, and an empty list on the other ranks."""
         box = [b""] * self.size if self.rank == 0 else None
         dist.gather_object(message, box, group=self._group, group_dst=0)
         return box or []
@@ -106,7 +106,7 @@ def _value(outcome: Outcome) -> Any:
 
 
 def _pickled(outcome: Outcome) -> bytes:
-    """Pickle an outcome; of one that cannot be pickled, or not be read again, its text: others wait for it."""
+    """Pickle an outcome. If that fails, pickle the text of the error instead, because other ranks wait for it."""
     try:
         message = pickle.dumps(outcome)
         if outcome[1] is not None:
@@ -118,7 +118,7 @@ def _pickled(outcome: Outcome) -> bytes:
 
 
 def all_ranks() -> Ranks:
-    """Return all ranks, joined by a group of their own, so that they can talk beside training; every rank calls it."""
+    """Return all ranks in a new group, whose messages do not mix with those of training; every rank calls this."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return Ranks()
     return Ranks(dist.new_group(timeout=_PATIENCE, backend="gloo"))

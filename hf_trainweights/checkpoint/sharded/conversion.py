@@ -1,7 +1,7 @@
-"""From a sharded checkpoint to what others read: a model's directory, and a plain DCP directory.
+"""Convert a sharded checkpoint into directories that need no hf_trainweights: a model's directory, or plain DCP files.
 
-One tensor is in memory at a time, put together from the parts of the ranks, so a checkpoint of any number of ranks fits
-where its largest tensor does.
+One tensor is in memory at a time, assembled from the shards of all ranks. So the memory only has to hold the largest
+tensor, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def restore_as_model(source: str | Path, out: str | Path, *, config: str | Path 
         source: A DCP directory, plain or encoded, or a Trainer's checkpoint with one.
         out: A new or empty directory.
         config: The model's `config.json`, or the `adapter_config.json` of adapters. Default: the one beside the
-            checkpoint, or up to two directories above it. What lies beside it, such as a tokenizer, is copied.
+            checkpoint, or up to two directories above it. Files beside it, such as a tokenizer's, are copied.
 
     Raises:
         ConfigError: `source` is no sharded checkpoint or holds no weights, there is no configuration, or `out` is not
             empty.
-        CorruptFileError: Something in it is damaged; nothing was written.
-        MissingAnchorError: It was moved without an anchor that it needs.
+        CorruptFileError: A file of `source` is damaged; nothing was written.
+        MissingAnchorError: `source` was moved without an anchor that it needs.
         SaveError: `out` cannot be written; nothing is left behind.
 
     Examples:
@@ -78,14 +78,14 @@ def restore_as_dcp(source: str | Path, out: str | Path) -> None:
     """Write a sharded checkpoint as plain DCP files, which load without this package.
 
     Args:
-        source: A DCP directory, plain or encoded, or a Trainer's checkpoint with several; of the latter the other files
-            are copied.
+        source: A DCP directory, plain or encoded, or a Trainer's checkpoint with several DCP directories, whose other
+            files are copied.
         out: A new or empty directory.
 
     Raises:
         ConfigError: `source` is no sharded checkpoint, or `out` is not empty.
-        CorruptFileError: Something in it is damaged; nothing was written.
-        MissingAnchorError: It was moved without an anchor that it needs.
+        CorruptFileError: A file of `source` is damaged; nothing was written.
+        MissingAnchorError: `source` was moved without an anchor that it needs.
         SaveError: `out` cannot be written; nothing is left behind.
 
     Examples:
@@ -94,13 +94,13 @@ def restore_as_dcp(source: str | Path, out: str | Path) -> None:
     source, out = Path(source), Path(out)
     require_vacant_directory(out)
     directories = dcp_directories(source)
-    contents = [ShardedContents(each) for each in directories or [source]]
+    contents = [ShardedContents(directory) for directory in directories or [source]]
     verified_manifest(source, directories)
     with new_directory(out) as temporary:
-        for each in contents:
-            target = temporary / each.directory.relative_to(source)
+        for content in contents:
+            target = temporary / content.directory.relative_to(source)
             target.mkdir(exist_ok=True)
-            metadata = _write_items(each, target, {name: name for name in each.files})
+            metadata = _write_items(content, target, {name: name for name in content.files})
             with create_file(target / METADATA_NAME) as file:
                 file.write(metadata)
         if directories != [source]:
@@ -110,35 +110,35 @@ def restore_as_dcp(source: str | Path, out: str | Path) -> None:
                     shutil.copyfile(source / name, temporary / name, follow_symlinks=False)
 
 
-def verified_manifest(path: Path, parts: Sequence[Path]) -> Manifest | None:
-    """Return the manifest of a checkpoint with DCP directories after comparing its files with it; None without one.
+def verified_manifest(path: Path, dcp_directories: Sequence[Path]) -> Manifest | None:
+    """Compare the files of a sharded checkpoint with its manifest, and return that; None if it has no manifest.
 
-    None as well where a process died before `.metadata` followed. CorruptFileError: a file is damaged.
+    Also None if a process died between writing manifest and `.metadata`. CorruptFileError: a file is damaged.
     """
-    return None if path in parts and current_manifest(path) is None else intact_manifest(path)
+    return None if path in dcp_directories and current_manifest(path) is None else intact_manifest(path)
 
 
 def write_plain_in_place(contents: ShardedContents) -> list[str]:
-    """Write an encoded DCP directory as a plain one where it lies, and return the names of its new files.
+    """Replace the files of an encoded DCP directory by plain ones, and return the names of the new files.
 
-    The old files are whole until `.metadata` changes, whatever goes wrong.
+    The old files stay until `.metadata` is replaced, so after an error the directory is intact.
     """
     directory, number = contents.directory, free_number(contents.directory)
-    new = {name: file_names(rank, number)[0] for rank, name in enumerate(contents.files)}
-    metadata = _write_items(contents, directory, new)
-    remove_files([directory / MANIFEST_NAME])  # .metadata alone describes the old files as well
+    new_names = {name: file_names(rank, number)[0] for rank, name in enumerate(contents.files)}
+    metadata = _write_items(contents, directory, new_names)
+    remove_files([directory / MANIFEST_NAME])  # .metadata alone is enough to read the old files
     with replace_file(directory / METADATA_NAME) as file:
         file.write(metadata)
-    old = [*map(directory.joinpath, new), *directory.glob(f"*{ANCHOR_SUFFIX}")]
-    remove_files(sorted(old))
-    return list(new.values())
+    old_files = [*map(directory.joinpath, new_names), *directory.glob(f"*{ANCHOR_SUFFIX}")]
+    remove_files(sorted(old_files))
+    return list(new_names.values())
 
 
 def _write_items(contents: ShardedContents, target: Path, new_names: Mapping[str, str]) -> bytes:
-    """Write every item plainly, and return the `.metadata` that goes with the files."""
+    """Write every item as torch.save does, and return the `.metadata` for the new files."""
     items: dict[str, list[MetadataIndex]] = defaultdict(list)
-    for index, place in sorted(contents.places.items(), key=lambda item: item[1].start):
-        items[place.file].append(index)
+    for index, old_place in sorted(contents.places.items(), key=lambda item: item[1].start):
+        items[old_place.file].append(index)
     places: dict[MetadataIndex, Place] = {}
     for name, new_name in new_names.items():
         start = 0

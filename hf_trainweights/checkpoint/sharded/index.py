@@ -1,10 +1,11 @@
-"""What a sharded save writes last, and the next one reads first: the manifest with its anchors, and `.metadata`.
+"""The two indices of a sharded checkpoint: the manifest, which records the anchors, and `.metadata`.
 
-Files of a save have names that were free before it. So the checkpoint that a directory held stays whole until both
-indices have changed, one after the other; then the files that neither lists are removed.
+A save writes them last, and the next save reads them first. A save gives its files names that were free. So an older
+checkpoint in the same directory stays intact until both indices have been replaced, one after the other. Then the files
+that neither index lists are removed.
 
-The anchors are one file per rank that wrote weights, each found by the shards that it holds. The name of a shard is
-`model.embed.weight[0:256,0:128]`: a tensor that is cut otherwise has another name, and therefore no reference.
+Each rank that wrote weights has one anchor file. The manifest lists the shards in each file. The name of a shard is
+`model.embed.weight[0:256,0:128]`: a tensor that is cut differently has other names, and therefore no reference.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from hf_trainweights.errors import CorruptFileError, UnsupportedError
 from hf_trainweights.files.atomic import remove_files, replace_file
 from hf_trainweights.files.reading import is_sha256
 
-# Private names of PyTorch's, without which its own reader finds no item.
+# Private names of PyTorch, whose own reader needs them to find items.
 _StorageInfo = getattr(filesystem, "_StorageInfo", None)
 _DCP_VERSION = getattr(filesystem, "CURRENT_DCP_VERSION", None)
 
@@ -46,7 +47,7 @@ _NO_DIGEST = "0" * 64
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file of the checkpoint that one rank has written, and digests of the `anchors` that it refers to."""
+    """A file of the checkpoint that one rank has written, with the digests of the `anchors` that it refers to."""
 
     name: str
     entry: FileEntry
@@ -58,8 +59,8 @@ class StoredFile:
 class StoredItem(WriteResult):
     """An item that one rank has written; `storage_data` is its `Place`.
 
-    The manifest has its `row`. `elements` are those of the shard, 0 for an object and for a weight that is tied to
-    another. `delta_rms` is how far the shard has moved from its anchor, where this save measured it.
+    `row` describes it in the manifest. `elements` is the number of elements in the shard, 0 for an object and for a
+    weight that is tied to another. `delta_rms` is the rms of its difference to the anchor, if this save measured it.
     """
 
     row: Mapping[str, Any] = field(default_factory=dict, compare=False)
@@ -69,7 +70,7 @@ class StoredItem(WriteResult):
 
 
 def stored_item(item: WriteItem, place: Place, report: TensorReport, anchor_sha256: str | None = None) -> StoredItem:
-    """Return the result for DCP of an item whose file is not complete yet; `report` may have another path."""
+    """Return DCP's result for an item whose file is not complete yet; the path in `report` is replaced."""
     row: dict[str, Any] = {**vars(report), "path": item.index.fqn}
     row |= {"bytes": f"{place.start}:{place.stop}", "crc32": place.crc32}
     elements = 0
@@ -82,7 +83,7 @@ def stored_item(item: WriteItem, place: Place, report: TensorReport, anchor_sha2
 
 
 def name_of(item: WriteItem) -> str:
-    """Return the name of an item of a tensor in an anchor."""
+    """Return the name of a tensor's item in an anchor file."""
     return f"{item.index.fqn}[{_shard_of(item)}]"
 
 
@@ -94,20 +95,20 @@ def _shard_of(item: WriteItem) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedAnchor(AnchorCandidate):
-    """What a checkpoint says about the anchors that the next one may use; in its record `sha256` says nothing.
+    """The anchor files that the next checkpoint may use, as a checkpoint records them; `record.sha256` is unused.
 
-    `shards` have by name the digest of the file that holds each, and `paths` by digest where that one lies.
+    `shards` maps the name of each shard to the digest of its anchor file, and `paths` maps that to the file's path.
     """
 
     shards: Mapping[str, str]
     paths: Mapping[str, Path] = field(default_factory=dict)
 
     def files(self, names: Iterable[str]) -> dict[str, tuple[str, Path]]:
-        """Return by name the digest and the path of the file that holds each of some shards."""
+        """Return the digest and path of the anchor file of each of these shards, by its name."""
         return {name: (self.shards[name], self.paths[self.shards[name]]) for name in names}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON."""
+        """Return the record and the anchor files as JSON."""
         files: dict[str, list[str]] = defaultdict(list)
         for name, sha256 in self.shards.items():
             files[sha256].append(name)
@@ -116,7 +117,7 @@ class ShardedAnchor(AnchorCandidate):
 
     @classmethod
     def from_dict(cls, value: Any) -> ShardedAnchor:
-        """Read what `to_dict` returned; CorruptFileError if a field is missing, unknown or of another type."""
+        """Read the JSON of `to_dict`; CorruptFileError: a field is missing, unknown or of another type."""
         if type(value) is not dict or type(value.get("files")) is not dict:
             raise corrupt("sharded.anchor", "an object with files", value)
         for sha256, names in value["files"].items():
@@ -124,11 +125,11 @@ class ShardedAnchor(AnchorCandidate):
                 raise corrupt("sharded.anchor.files", "digests to names of shards", {sha256: names})
         fields = {name: content for name, content in value.items() if name != "files"}
         record = AnchorRecord.from_dict({"sha256": _NO_DIGEST, **fields})
-        return cls(record=record, shards={name: each for each, names in value["files"].items() for name in names})
+        return cls(record=record, shards={name: sha256 for sha256, names in value["files"].items() for name in names})
 
 
 def find_sharded_anchor(directory: Path, step: int | None) -> ShardedAnchor | None:
-    """Return the anchors of a checkpoint for the one at `step`; None, with a warning, if none of them can be used."""
+    """Return the anchors in a checkpoint for the next one, at `step`. If they cannot be used, warn and return None."""
     try:
         if not (directory / METADATA_NAME).is_file():
             raise FileNotFoundError(f"{directory} holds no {METADATA_NAME}")
@@ -149,14 +150,14 @@ def find_sharded_anchor(directory: Path, step: int | None) -> ShardedAnchor | No
 
 
 def free_number(directory: Path) -> int:
-    """Return the lowest even number that, with its successor, is in no name `__<rank>_<number>.distcp`."""
+    """Return the lowest even number such that no name `__<rank>_<number>.distcp` has it or its successor."""
     names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
     numbers = {int(match[1]) // 2 for name in names if (match := _ITEM_FILE.fullmatch(name))}
     return next(2 * number for number in range(len(numbers) + 1) if number not in numbers)
 
 
 def file_names(rank: int, number: int) -> tuple[str, str]:
-    """Return the names of a rank's files, for weights and for everything else; `number` is of `free_number`."""
+    """Return the names of a rank's files, for weights and for everything else; `number` comes from `free_number`."""
     return f"__{rank}_{number}{ITEM_SUFFIX}", f"__{rank}_{number + 1}{ITEM_SUFFIX}"
 
 
@@ -169,29 +170,30 @@ def commit(
     is_exact: bool = False,
     **manifest_fields: Any,
 ) -> None:
-    """Make a checkpoint of the files that all ranks have written, each a list of `StoredItem`, in the place of another.
+    """Complete a checkpoint: write both indices of the files that all ranks have written, and remove older files.
 
-    `anchor` is what weights are stored against; `is_exact` says that none may be rounded. ConfigError: fields of the
-    manifest (mode, step, metadata, ...) hold what JSON cannot. OSError: the checkpoint that was there is whole.
+    `results` has a list of `StoredItem` for each rank. Weights are stored against `anchor`, and none of them is rounded
+    if `is_exact` is true. ConfigError: fields of the manifest (mode, step, metadata, ...) hold something that JSON
+    cannot. OSError: writing failed, and the older checkpoint is intact.
     """
-    items = [item for several in results for item in several if isinstance(item, StoredItem)]
-    pickled = pickled_metadata(dcp_metadata, {each.index: each.storage_data for each in items}, save_id)
+    items = [item for rank_results in results for item in rank_results if isinstance(item, StoredItem)]
+    pickled = pickled_metadata(dcp_metadata, {item.index: item.storage_data for item in items}, save_id)
     files = {item.file.name: item.file.entry for item in items}
     for sha256 in sorted({sha256 for item in items for sha256 in item.file.anchors}):
         link = directory / anchor_file_name(sha256)
-        files[link.name] = FileEntry(link.stat().st_size, sha256)  # verified when it was opened
+        files[link.name] = FileEntry(link.stat().st_size, sha256)  # its digest was verified when it was opened
     files[METADATA_NAME] = FileEntry(len(pickled), hashlib.sha256(pickled).hexdigest())
     record = _anchor_of(items, anchor, is_exact)
     write_manifest(directory, Manifest(files, sharded=_describe(dcp_metadata, record), **manifest_fields))
     with replace_file(directory / METADATA_NAME) as file:
         file.write(pickled)
-    # Of earlier saves, and of saves that were killed.
+    # Remove the files of earlier saves, and of saves that were killed.
     present = [*directory.glob(f"__*{ITEM_SUFFIX}"), *directory.glob(f"*{ANCHOR_SUFFIX}")]
     remove_files(sorted(path for path in present if path.name not in files))
 
 
 def pickled_metadata(metadata: Metadata, places: Mapping[MetadataIndex, Place], save_id: str) -> bytes:
-    """Change metadata so that a stock `FileSystemReader` finds the items, and return them as it reads them."""
+    """Set the metadata's fields so that a stock `FileSystemReader` finds the items, and return its pickle."""
     if _StorageInfo is None:
         expected = "torch.distributed.checkpoint.filesystem._StorageInfo"
         raise UnsupportedError("TrainWeightsWriter", expected, "none", "Use a version of torch from 2.8 to 2.15.")
@@ -206,7 +208,7 @@ def pickled_metadata(metadata: Metadata, places: Mapping[MetadataIndex, Place], 
 
 
 def _describe(metadata: Metadata, anchor: ShardedAnchor) -> dict[str, Any]:
-    """Return what goes into a manifest under `sharded`."""
+    """Return the field `sharded` of a manifest."""
     keys = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
     return {
         "version": VERSION,
@@ -217,15 +219,15 @@ def _describe(metadata: Metadata, anchor: ShardedAnchor) -> dict[str, Any]:
 
 
 def _anchor_of(items: Sequence[StoredItem], previous: ShardedAnchor | None, is_exact: bool) -> ShardedAnchor:
-    """Return what the checkpoint says about the anchors of the next one."""
+    """Return the anchors that the next checkpoint may use, for the manifest of this one."""
     bits = elements = 0
-    measured, full = {}, {}
+    measured, new_shards = {}, {}
     for item in items:
         if "shard" not in item.row:
             continue
         name = f"{item.index.fqn}[{item.row['shard']}]"
         if item.file.is_anchor:
-            full[name] = item.file.entry.sha256
+            new_shards[name] = item.file.entry.sha256
         if item.delta_rms is not None:
             measured[name] = item.delta_rms
         if item.row["role"] == "weight":
@@ -233,8 +235,8 @@ def _anchor_of(items: Sequence[StoredItem], previous: ShardedAnchor | None, is_e
             elements += item.elements
     used = {sha256 for item in items for sha256 in item.file.anchors}
     if previous is None or not used:
-        return ShardedAnchor(record=AnchorRecord(_NO_DIGEST), shards=full)
-    moved = measured if any(measured.values()) else {}  # the anchor, made small once more, says nothing about drift
+        return ShardedAnchor(record=AnchorRecord(_NO_DIGEST), shards=new_shards)
+    moved = measured if any(measured.values()) else {}  # the anchor itself was compressed again: that shows no drift
     record = previous.after_delta(bits / max(elements, 1), moved, is_exact=is_exact)
-    kept = {name: sha256 for name, sha256 in previous.shards.items() if sha256 in used}
-    return ShardedAnchor(record=record, shards=kept | full)
+    old_shards = {name: sha256 for name, sha256 in previous.shards.items() if sha256 in used}
+    return ShardedAnchor(record=record, shards=old_shards | new_shards)

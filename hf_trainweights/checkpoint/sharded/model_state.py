@@ -23,10 +23,10 @@ from hf_trainweights.tensor.stored_names import (
 
 
 class ModelState:
-    """A model to be passed to `torch.distributed.checkpoint`, which takes it for what it calls `Stateful`.
+    """A wrapper of a model with the methods that `torch.distributed.checkpoint` expects of a `Stateful`.
 
     Quantized weights are saved as the plain tensors that stand for them in files, sharded as they are, and loaded back
-    into the model. Any reader can load such a checkpoint; none needs this package for the names and tensors in it.
+    into the model. Any reader can load the names and tensors of such a checkpoint; it does not need this package.
 
     Args:
         model: A module, plain or wrapped by FSDP2; it may hold no quantized weight at all.
@@ -49,7 +49,7 @@ class ModelState:
         self._model = model
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the model's state dict, in it the stored tensors of each quantized weight under their names in files.
+        """Return the model's state dict, with the stored tensors of each quantized weight under their names in files.
 
         Raises:
             UnsupportedError: A quantized weight is sharded along its columns.
@@ -62,12 +62,12 @@ class ModelState:
                 continue
             stored: dict[str, Tensor] = flatten_weight(name, local, None, plain=True)
             if isinstance(tensor, DTensor):
-                stored = {key: _shard_as(tensor, each, local, key) for key, each in stored.items()}
+                stored = {key: _shard_as(tensor, value, local, key) for key, value in stored.items()}
             flat |= stored
         return flat
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Put into the model what `state_dict` returned, filled with other values.
+        """Copy the tensors of a state dict, which has the names and shapes of `state_dict()`, into the model.
 
         Args:
             state_dict: Names to tensors.
@@ -76,17 +76,17 @@ class ModelState:
             CorruptFileError: The tensors of a quantized weight are missing, or of another format.
         """
         tensors = get_model_state_dict(self._model).items()
-        weights = {name: local for name, each in tensors if (local := _local(each)) is not None}
+        weights = {name: local for name, tensor in tensors if (local := _local(tensor)) is not None}
         stored = group_stored(state_dict)
-        taken = {stored_name(name, suffix) for name in weights for suffix in stored.get(name, ())}
-        plain = {name: each for name, each in state_dict.items() if name not in taken}
+        quantized_names = {stored_name(name, suffix) for name in weights for suffix in stored.get(name, ())}
+        plain = {name: tensor for name, tensor in state_dict.items() if name not in quantized_names}
         set_model_state_dict(self._model, plain, options=StateDictOptions(strict=False))
         for name, weight in weights.items():
             _put(name, weight, stored.get(name, {}))
 
 
 def _put(name: str, local: QuantizedTensor, stored: Mapping[str, Tensor]) -> None:
-    plain = {key: each.to_local() if isinstance(each, DTensor) else each for key, each in stored.items()}
+    plain = {key: tensor.to_local() if isinstance(tensor, DTensor) else tensor for key, tensor in stored.items()}
     folded = unflatten_weight(name, plain, local.dtype, None)
     if not isinstance(folded, QuantizedTensor) or folded.__tensor_flatten__() != local.__tensor_flatten__():
         next_step = "Quantize the model as it was when it was saved."
@@ -102,8 +102,8 @@ def _local(tensor: object) -> QuantizedTensor | None:
 
 
 def _shard_as(weight: DTensor, stored: Tensor, local: QuantizedTensor, name: str) -> DTensor:
-    """Return one stored tensor as it is spread over the ranks: cut like the weight's rows, or the same on all."""
-    if any(not isinstance(each, Replicate) and each != Shard(0) for each in weight.placements):
+    """Return a stored tensor as a DTensor: cut like the rows of the weight, or the same on all ranks."""
+    if any(not isinstance(placement, Replicate) and placement != Shard(0) for placement in weight.placements):
         next_step = "Save a model that is sharded along rows, as FSDP2 does it, or gather it first."
         raise UnsupportedError(name, "shards of whole rows", str(weight.placements), next_step)
     parsed = parse_stored_name(name)
@@ -111,5 +111,5 @@ def _shard_as(weight: DTensor, stored: Tensor, local: QuantizedTensor, name: str
     mesh, placements, shape = weight.device_mesh, weight.placements, (weight.shape[0], *stored.shape[1:])
     if parsed is None or parsed[1] in shared:
         placements, shape = [Replicate()] * mesh.ndim, stored.shape
-    whole = torch.empty(shape, device="meta")
-    return DTensor.from_local(stored, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+    full = torch.empty(shape, device="meta")
+    return DTensor.from_local(stored, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())

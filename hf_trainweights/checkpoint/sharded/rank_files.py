@@ -1,15 +1,15 @@
-"""The two files of one rank, weights and what it stores beside them, and the items in these `.distcp` files.
+"""The two files of one rank, one for weights and one for everything else, and the items in these `.distcp` files.
 
-Each item is a torch zip file of one call of `decode_file`, which lies inside another file. DCP's reader cuts the bytes
-of one item out of a file and passes them to `torch.load`. Items stand one after the other, or inside the payload of
-another encoded file (encoded/structure.py). There the outer structure lists the storages of the inner file as its own,
-so both read the same bytes, and nothing is stored twice:
+Each item is a torch zip file inside a `.distcp` file; its pickle is one call of `decode_file`. DCP's reader cuts the
+bytes of one item out of a file and passes them to `torch.load`. Items follow each other, or they lie inside the payload
+of another encoded file (encoded/structure.py). Then the outer structure lists the storages of the inner file as its
+own. Readers of either file read the same bytes, and no byte is stored twice:
 
     | outer zip ... payload: | inner zip: head | pieces of the inner payload | tail | the next inner zip ... |
 
-Head and tail, the bytes of the inner zip around its pieces, count as storages of bytes that no tensor views. `_Joiner`
-makes of many items one encoded file of a flat state dict, which can be an anchor. `_split_moments` puts the zip of
-exp_avg_sq into that of exp_avg, which takes it to be decoded.
+Head and tail are the bytes of the inner zip around its pieces. They count as storages that no tensor views. `_Joiner`
+makes one encoded file of many items, with a flat state dict, which can be an anchor. `_split_moments` puts the zip of
+exp_avg_sq into the zip of exp_avg, because exp_avg is decoded with it.
 """
 
 from __future__ import annotations
@@ -52,30 +52,30 @@ from hf_trainweights.files.torch_zip import FIRST_RECORD_START, MemoryFile, Writ
 
 # Steps, learning rates and the like are the same for most parameters; items up to this length are stored once.
 _REPEATED_BYTES = 4096
-# What stands as the codec of an object, which is kept as torch.save wrote it.
+# The codec that reports name for an object, whose bytes are stored as torch.save wrote them.
 OBJECT_CODEC = "torch.save"
 
 _UNIX = 3
-# Three records with short names take half as many.
+# Three records with short names take half as many bytes.
 _MOST_HEADER_BYTES = 1024
 
 
 def write_weights(rank: RankItems) -> list[StoredItem]:
-    """Write the weights and buffers of one rank; UnstorableError names what cannot be stored.
+    """Write the weights and buffers of one rank; UnstorableError names the one that cannot be stored.
 
-    They are differences to anchors. Where none of these can be used the file is an anchor itself.
+    They are differences to anchors. If no anchor can be used, the file is an anchor itself.
     """
     items, anchors = rank.weights, rank.orders.anchors
     if not items:
         return []
-    # All of them at first: those that are gone decide whether this file is to be an anchor.
+    # All anchors are linked first, because this file becomes an anchor only if all of them are gone.
     linked = {sha256: link_anchor(path, sha256, rank.directory) for sha256, path in sorted({*anchors.values()})}
-    found = {name: anchor for name, (sha256, _) in anchors.items() if (anchor := linked[sha256]) is not None}
+    opened = {name: anchor for name, (sha256, _) in anchors.items() if (anchor := linked[sha256]) is not None}
     encode = partial(_encode_full, rank, AdamStates(rank))
-    if found:
-        encode = partial(_encode_difference, rank, AdamStates(rank), found)
+    if opened:
+        encode = partial(_encode_difference, rank, AdamStates(rank), opened)
     written: dict[MetadataIndex, StoredItem] = {}
-    with _new_file(rank.directory / rank.orders.weights_name, is_anchor=not found) as target:
+    with _new_file(rank.directory / rank.orders.weights_name, is_anchor=not opened) as target:
         for item, first, tensor in rank.with_firsts(items):
             if item is first:
                 written[item.index] = target.put(item, *encode(item, tensor.cpu().contiguous()))
@@ -83,7 +83,7 @@ def write_weights(rank: RankItems) -> list[StoredItem]:
                 stored = written[first.index]
                 row = {**stored.row, "path": item.index.fqn, "bytes_in": 0, "bytes_out": 0}
                 written[item.index] = replace(stored, index=item.index, row=row, elements=0)
-    return target.stored(written.values(), {each.sha256 for each in found.values()})
+    return target.stored(written.values(), {anchor.sha256 for anchor in opened.values()})
 
 
 def _encode_full(
@@ -91,30 +91,30 @@ def _encode_full(
 ) -> tuple[EncodedFile, float | None]:
     plan, name = rank.orders.plans[item.index.fqn], name_of(item)
     drift: float | None = None
-    # Planned as differences to anchors that are gone, it is exact: nothing says which weights may be rounded alone.
+    # Planned as a difference to an anchor that is gone, it stays exact: no plan says if it may be rounded alone.
     if plan.steps_per_rms and not rank.orders.anchors:
         drift = rank.orders.step_rms.get(name) if rank.orders.step_rms else states.drift_rms(item)
     return encode_file(tensor, {(): replace(plan.with_steps(drift or 0.0), anchor=None)}), None
 
 
 def _encode_difference(
-    rank: RankItems, states: AdamStates, found: Mapping[str, Anchor], item: WriteItem, tensor: Tensor
+    rank: RankItems, states: AdamStates, anchors: Mapping[str, Anchor], item: WriteItem, tensor: Tensor
 ) -> tuple[EncodedFile, float | None]:
-    """Encode a weight, and measure how far it has moved from its anchor where no earlier save did."""
+    """Encode a weight, and measure its distance to the anchor if no earlier save did."""
     plan, name = rank.orders.plans[item.index.fqn], name_of(item)
-    anchor, rms, measured = found.get(name), rank.orders.step_rms.get(name), None
+    anchor, rms, measured = anchors.get(name), rank.orders.step_rms.get(name), None
     if plan.steps_per_rms and anchor is not None and rms is None:
-        rms = measured = delta_rms(tensor, name, anchor) or 0.0  # which leaves it exact
+        rms = measured = delta_rms(tensor, name, anchor) or 0.0  # 0 leaves the weight exact
     plan = replace(plan.with_steps(rms or 0.0), anchor=plan.anchor and name)
-    # A live moment may have to come from a GPU first.
-    helps = any("exp_avg_sq" in codec.hints for codec in plan.candidates)
-    hints = states.second_moment(item) if helps else None
+    # The moment is fetched only if a codec uses it, because it may have to be copied from a GPU.
+    is_moment_used = any("exp_avg_sq" in codec.hints for codec in plan.candidates)
+    hints = states.second_moment(item) if is_moment_used else None
     options = {"anchor": anchor, "anchor_directory": rank.directory, "second_moments": hints}
     return encode_file(tensor, {(): plan}, **options), measured
 
 
 def write_others(rank: RankItems) -> list[StoredItem]:
-    """Write all that one rank stores beside weights; UnstorableError names what cannot be stored."""
+    """Write all items of one rank except weights; UnstorableError names the item that cannot be stored."""
     items = {item.index: item for item in rank.others}
     if not items:
         return []
@@ -158,7 +158,7 @@ def _write_moments(rank: RankItems, first: WriteItem, second: WriteItem, target:
 
 @dataclass
 class _RankFile:
-    """A file of one rank that is being written, where in it the small items are, and what makes an anchor of it."""
+    """A file of one rank that is being written; a `joiner` makes it an anchor. `small` has places of small items."""
 
     name: str
     file: DigestedFile
@@ -167,32 +167,32 @@ class _RankFile:
 
     def put(self, item: WriteItem, encoded: EncodedFile, measured_rms: float | None) -> StoredItem:
         """Write a weight."""
-        each = _Item.of(encoded.payload, encoded.structure)
-        start = self.joiner.add(name_of(item), each) if self.joiner else self._append(each.content)
-        stored = stored_item(item, self.place(start, each.content), encoded.report[0], encoded.anchor_sha256)
+        zipped = _Item.of(encoded.payload, encoded.structure)
+        start = self.joiner.add(name_of(item), zipped) if self.joiner else self._append(zipped.content)
+        stored = stored_item(item, self.place(start, zipped.content), encoded.report[0], encoded.anchor_sha256)
         return replace(stored, delta_rms=measured_rms)
 
     def put_once(self, item: WriteItem, data: bytes | memoryview, report: TensorReport) -> StoredItem:
-        """Write anything else, unless the same bytes are there already."""
+        """Write an item that is no weight; a small one is written only once if its bytes repeat."""
         key = bytes(data) if len(data) <= _REPEATED_BYTES else None
         if key in self.small:
             return stored_item(item, self.small[key], replace(report, bytes_in=0, bytes_out=0))
-        place = self.place(self._append(data), data)
+        stored = stored_item(item, self.place(self._append(data), data), report)
         if key is not None:
-            self.small[key] = place
-        return stored_item(item, place, report)
+            self.small[key] = stored.storage_data
+        return stored
 
     def place(self, start: int, data: bytes | memoryview) -> Place:
-        """Return where bytes of the file are."""
+        """Return the place of bytes that begin at `start` of the file."""
         return Place(self.name, start, start + len(data), zlib_ng.crc32(data))
 
     def stored(self, items: Collection[StoredItem], anchors: Iterable[str] = ()) -> list[StoredItem]:
-        """Return items with the file, once it is complete, and the digests of anchors that it refers to."""
+        """Add to each item the file, which is complete now, and the digests of anchors that the file refers to."""
         anchors = tuple(sorted(anchors))
-        report = {"anchor": next(iter(anchors), None), "tensors": [each.row for each in items]}
+        report = {"anchor": next(iter(anchors), None), "tensors": [item.row for item in items]}
         entry = FileEntry(self.file.size_bytes, self.file.sha256(), report)
         stored = StoredFile(self.name, entry, is_anchor=self.joiner is not None, anchors=anchors)
-        return [replace(each, file=stored) for each in items]
+        return [replace(item, file=stored) for item in items]
 
     def _append(self, data: bytes | memoryview) -> int:
         start = self.file.size_bytes
@@ -212,7 +212,7 @@ def _new_file(path: Path, *, is_anchor: bool = False) -> Iterator[_RankFile]:
 
 @dataclass(frozen=True)
 class _Item:
-    """An encoded file of one tensor, 1-D uint8, its structure, and where its payload begins."""
+    """An encoded file of one tensor as 1-D uint8 `data`, with its structure and the start of its payload."""
 
     data: Tensor
     payload_start: int
@@ -220,13 +220,13 @@ class _Item:
 
     @classmethod
     def of(cls, payload: Tensor, structure: str) -> _Item:
-        """Return an encoded file as a zip file of what torch.load needs; what else torch.save writes takes 1 kB."""
+        """Put an encoded file into a zip file with only the records that torch.load needs, which saves 1 kB."""
         records = {"data.pkl": pickled(len(payload), structure), "data/0": payload.numpy().data, "version": b"3\n"}
         memory, starts = np.empty(sum(map(len, records.values())) + _MOST_HEADER_BYTES, np.uint8), {}
         file = MemoryFile(memory)
         with zipfile.ZipFile(file, "w") as target:
             for name, content in records.items():
-                record = zipfile.ZipInfo(f"a/{name}")  # of 1980, so that equal tensors give equal bytes
+                record = zipfile.ZipInfo(f"a/{name}")  # dated 1980, so that equal tensors give equal bytes
                 record.create_system, record.file_size = _UNIX, len(content)
                 with target.open(record, "w") as member:
                     starts[name] = file.tell()
@@ -236,7 +236,7 @@ class _Item:
 
     @property
     def lead(self) -> int:
-        """Zeros before the item in another payload, so that its own payload is aligned there."""
+        """The zeros to put before the item in another payload, so that its own payload is aligned there."""
         return -self.payload_start % ALIGNMENT_BYTES
 
     @property
@@ -246,7 +246,7 @@ class _Item:
 
 
 class _Joiner:
-    """Writes items as one encoded file of their flat state dict, to a binary file at its beginning."""
+    """Writes items as one encoded file with a flat state dict into a new binary file."""
 
     def __init__(self, file: Writable):
         self._payload = Payload(file)
@@ -255,7 +255,7 @@ class _Joiner:
         self._names: list[str] = []
 
     def add(self, name: str, item: _Item) -> int:
-        """Append an item of one tensor under its key in the state dict, and return where it begins in the file."""
+        """Append an item of one tensor under its key in the state dict, and return its first byte in the file."""
         nested, storages = _nest(item)
         self._payload.append(nested)
         (view,) = item.structure["tensors"]
@@ -272,9 +272,10 @@ class _Joiner:
 
 
 def _split_moments(moments: EncodedFile) -> tuple[_Item, _Item, int | None]:
-    """Make items of exp_avg and exp_avg_sq out of an encoded file of both.
+    """Split an encoded file of exp_avg and exp_avg_sq, and return an item of each.
 
-    The third value is where the item of exp_avg_sq begins in that of exp_avg; None if that one does not take it.
+    The third value is the offset of the item of exp_avg_sq in the item of exp_avg. It is None if exp_avg is decoded
+    without exp_avg_sq, so that the items are apart.
     """
     structure = open_structure(moments.structure)
     square, mean = structure["storages"]
@@ -298,7 +299,7 @@ def _item(storages: list[dict[str, Any]], pieces: Iterable[Tensor]) -> _Item:
 
 
 def _nest(item: _Item) -> tuple[Tensor, list[dict[str, Any]]]:
-    """Return an item's bytes as a part of another payload, and the storages that lie there, head and tail included."""
+    """Return an item's bytes for another payload, and the storages in these bytes, including its head and tail."""
     nested = torch.from_numpy(np.zeros(item.lead + len(item.data), np.uint8))
     nested[item.lead :] = item.data
     start = stop = item.lead + item.payload_start

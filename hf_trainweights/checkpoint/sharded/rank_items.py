@@ -1,4 +1,4 @@
-"""The items of one rank: their data as plain contiguous tensors of the CPU, what is tied, and the states of Adam."""
+"""The items that one rank saves: their data as plain contiguous CPU tensors, tied weights, and the states of Adam."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from hf_trainweights.errors import UnstorableError
 # A weight is compared with others of its shape only if so many of its elements, evenly spread, are the same.
 _SAMPLE_ELEMENTS = 64
 
-# Settings of the group of a parameter that the estimate of drift needs, and those that it takes.
+# Settings of a parameter's group that the estimate of drift needs, and all that it uses.
 _REQUIRED_FIELDS = ("lr", "betas")
 _FIELDS = (*_REQUIRED_FIELDS, "eps")
 
 
 @dataclass(frozen=True)
 class RankOrders:
-    """What the coordinator tells a rank: names of its files, plans by name of the value, and what it knows of shards.
+    """The coordinator's message to a rank: the names of its files, plans by name of the value, and facts about shards.
 
-    `anchors` are the digest and path of the anchor of each, none for a full checkpoint. `step_rms` is how far each
-    moves, None where it is new; empty if no earlier checkpoint tells. `optimizer_class` is None if nobody knows it.
+    `anchors` has the digest and path of each shard's anchor file, empty for a full checkpoint. `step_rms` has the drift
+    of each shard, None for a new one; it is empty if it was never recorded. `optimizer_class` None is unknown.
     """
 
     weights_name: str
@@ -49,10 +49,10 @@ class RankOrders:
 
 @dataclass(frozen=True)
 class RankItems:
-    """The items of one rank, and what the coordinator says.
+    """The items that one rank stores, and the coordinator's orders.
 
-    `resolve` returns a tensor, or the bytes of an object that torch.save wrote. `at_hand` is all that it can be asked
-    for, items that other ranks store as well included.
+    `resolve` returns the tensor of an item, or an object's bytes as torch.save wrote them. `at_hand` are all items that
+    `resolve` can return, also those that other ranks store.
     """
 
     directory: Path
@@ -62,7 +62,7 @@ class RankItems:
     at_hand: Sequence[WriteItem] = ()
 
     def plan(self, item: WriteItem) -> TensorPlan | None:
-        """Return how an item is stored; None for an object."""
+        """Return the plan of an item; None for an object."""
         return self.orders.plans.get(item.index.fqn)
 
     @property
@@ -76,11 +76,11 @@ class RankItems:
         return [item for item in self.items if not is_weight(self.plan(item))]
 
     def tensor(self, item: WriteItem) -> Tensor:
-        """Return an item's tensor, plain and contiguous on the CPU; the live one where it is that already."""
+        """Return an item's tensor, plain and contiguous on the CPU; not copied if the live tensor is that already."""
         return self._live(item).cpu().contiguous()
 
     def data(self, item: WriteItem) -> bytes:
-        """Return the bytes of an object; UnstorableError if it holds more than data: loading that would run code."""
+        """Return the bytes of an object; UnstorableError: loading it would run code, as it holds more than data."""
         data = self.resolve(item).getvalue()
         try:
             torch.load(io.BytesIO(data), weights_only=True)
@@ -89,17 +89,17 @@ class RankItems:
         except Exception as error:
             next_step = "Store numbers, strings, lists, dicts and tensors: nothing else is loaded without trust."
             called = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
-            found = f"a call of {' and '.join(called)}" if called else str(error)[:200]
-            raise UnstorableError(item.index.fqn, "plain data", found, next_step) from error
+            content = f"a call of {' and '.join(called)}" if called else str(error)[:200]
+            raise UnstorableError(item.index.fqn, "plain data", content, next_step) from error
         return data
 
     def with_firsts(self, items: Iterable[WriteItem]) -> Iterator[tuple[WriteItem, WriteItem, Tensor]]:
-        """Yield each item, the first one of the same elements, and its tensor: DCP lists tied weights by every name."""
-        first: dict[Any, WriteItem] = {}  # and no tensors: `resolve` may make them
+        """Yield each item, the first one with the same elements, and its tensor: DCP repeats tied weights."""
+        first_items: dict[Any, WriteItem] = {}  # holds no tensors, because `resolve` may make new ones in memory
         for item in items:
             tensor = self._live(item)
             key = tensor.shape, tensor.dtype, item.index.offset, _sample(tensor)
-            twin = first.setdefault(key, item)
+            twin = first_items.setdefault(key, item)
             is_tied = twin is not item and _is_same(self._live(twin), tensor)
             yield item, twin if is_tied else item, tensor
 
@@ -111,13 +111,13 @@ class RankItems:
 
 
 class AdamStates:
-    """The states of Adam among the items of a rank, found once for all of its weights."""
+    """The states of Adam among the items of a rank, listed once for all of its weights."""
 
     def __init__(self, rank: RankItems):
         self._rank = rank
         # By parameter and optimizer.
         self._states: dict[str, dict[str, list[tuple[str, WriteItem]]]] = defaultdict(lambda: defaultdict(list))
-        self._weights: dict[str, list[str]] = defaultdict(list)  # of all models, by the name in each
+        self._weights: dict[str, list[str]] = defaultdict(list)  # full names, by the name in one of the models
         for item in rank.at_hand:
             plan = rank.plan(item)
             if plan is None:
@@ -130,7 +130,7 @@ class AdamStates:
         self._groups = Groups(rank)
 
     def drift_rms(self, item: WriteItem) -> float | None:
-        """Estimate how far a shard of a weight moves between two saves; None where its state or group is not here."""
+        """Estimate how far a shard of a weight moves between two saves; None if the rank lacks its state or group."""
         name, optimizer, state = self._state(item)
         group = self._groups.read(optimizer or "", name, _FIELDS) if state else {}
         if not group.keys() >= set(_REQUIRED_FIELDS):
@@ -139,25 +139,28 @@ class AdamStates:
         return expected_drift_rms(tree, {name: name}, optimizer_class=ADAM).get(name)
 
     def second_moment(self, item: WriteItem) -> dict[str, Tensor]:
-        """Return the `exp_avg_sq` of a shard of a weight, by the weight's name; nothing where its state is not here."""
+        """Return the `exp_avg_sq` of a weight's shard, by the weight's name; empty if the rank lacks its state."""
         name, _, state = self._state(item)
         tree = {"state": {name: state}, "param_groups": [{**ADAM_GROUP, "params": [name]}]}
         return second_moments(tree, {name: name}, ADAM)
 
     def _state(self, item: WriteItem) -> tuple[str, str | None, dict[str, Tensor]]:
-        """Return a weight's name, its optimizer, and of its state what is here."""
+        """Return the name of a weight, its optimizer, and the states of its shard that the rank has."""
         name = self._rank.orders.plans[item.index.fqn].name
         optimizer = self._optimizer(item.index.fqn, name)
-        found = [] if optimizer is None else self._states[name][optimizer]
-        # A step is that of all shards.
-        of_shard = [(key, each) for key, each in found if key == "step" or each.index.offset == item.index.offset]
-        return name, optimizer, {key: self._rank.tensor(each) for key, each in of_shard}
+        states = [] if optimizer is None else self._states[name][optimizer]
+        # All shards share one step.
+        of_shard = [(key, state) for key, state in states if key == "step" or state.index.offset == item.index.offset]
+        return name, optimizer, {key: self._rank.tensor(state) for key, state in of_shard}
 
     def _optimizer(self, weight: str, name: str) -> str | None:
-        """Return the optimizer of a weight's model: the one next to it, if that is not nearer to another model."""
-        adams = (each for each, found in self._states[name].items() if MOMENTS & dict(found).keys())
-        shared = {each: _shared_keys(each, weight) for each in adams}
-        nearest = [each for each, keys in shared.items() if keys == max(shared.values())]
+        """Return the optimizer of a weight's model: its name shares the most leading keys with the weight's name.
+
+        None if several share as many, or if that one shares more keys with the same weight of another model.
+        """
+        adams = (optimizer for optimizer, states in self._states[name].items() if MOMENTS & dict(states).keys())
+        shared = {optimizer: _shared_keys(optimizer, weight) for optimizer in adams}
+        nearest = [optimizer for optimizer, keys in shared.items() if keys == max(shared.values())]
         is_its_own = len(nearest) == 1 and all(
             _shared_keys(nearest[0], other) <= shared[nearest[0]] for other in self._weights[name]
         )
@@ -165,10 +168,10 @@ class AdamStates:
 
 
 class Groups:
-    """The groups of optimizers among the items of a rank: their settings by the parameter.
+    """The parameter groups of optimizers among the items of a rank: their settings by parameter.
 
-    DCP keeps them as one list at `param_groups`, as fields at `param_groups.0.lr` ..., or flat, as fields at
-    `param_groups.<parameter>.lr` ...
+    DCP stores groups in one of three ways: as one list at `param_groups`, as fields at `param_groups.0.lr` ..., or
+    flat, as fields at `param_groups.<parameter>.lr` ...
     """
 
     def __init__(self, rank: RankItems):
@@ -178,15 +181,15 @@ class Groups:
         for name in self._items:
             group, _, key = name.rpartition(".")
             self._fields[group].add(key)
-        self._of_parameters: dict[str, dict[str, Mapping[str, Any] | str]] = {}  # a group, or its name
+        self._by_parameter: dict[str, dict[str, Mapping[str, Any] | str]] = {}  # a group, or its name
 
     def settings(self, optimizer: str, parameter: str) -> Collection[str]:
-        """Return the keys of a parameter's group; none where the rank does not have it."""
+        """Return the keys of a parameter's group; empty if the rank does not have the group."""
         group = self._group(optimizer, parameter)
         return self._fields[group] if isinstance(group, str) else group.keys()
 
     def read(self, optimizer: str, parameter: str, keys: Iterable[str]) -> dict[str, Any]:
-        """Return some settings of a parameter's group, as far as the rank has them."""
+        """Return these settings of a parameter's group, as far as the rank has them."""
         group = self._group(optimizer, parameter)
         if isinstance(group, str):
             return {key: self._load(f"{group}.{key}") for key in keys if key in self._fields[group]}
@@ -194,12 +197,12 @@ class Groups:
 
     def _group(self, optimizer: str, parameter: str) -> Mapping[str, Any] | str:
         prefix = f"{optimizer}param_groups"
-        if prefix not in self._of_parameters:
-            self._of_parameters[prefix] = dict(self._listed(prefix))
-        return self._of_parameters[prefix].get(parameter, f"{prefix}.{parameter}")
+        if prefix not in self._by_parameter:
+            self._by_parameter[prefix] = dict(self._listed(prefix))
+        return self._by_parameter[prefix].get(parameter, f"{prefix}.{parameter}")
 
     def _listed(self, prefix: str) -> Iterator[tuple[str, Mapping[str, Any] | str]]:
-        """Yield the parameters of groups that stand in a list, and the group of each."""
+        """Yield each parameter of the groups that are stored as a list, with its group or the name of that."""
         if prefix in self._items:
             for group in self._load(prefix):
                 if isinstance(group, Mapping):
@@ -218,9 +221,9 @@ class Groups:
 
 
 def settled(rank: RankItems) -> RankItems:
-    """Return the items of a rank with exact plans for states that were planned as Adam's and are another optimizer's.
+    """Return the items of a rank with exact plans for states that were planned as Adam's, but are another optimizer's.
 
-    The coordinator does not see the groups before it plans; each rank has those of its states at hand.
+    The coordinator plans without the groups, as only the ranks have them; they show which optimizer it is.
     """
     if rank.orders.optimizer_class is not None:
         return rank
@@ -234,12 +237,12 @@ def settled(rank: RankItems) -> RankItems:
 
 
 def is_weight(plan: TensorPlan | None) -> bool:
-    """Return whether a plan is of a weight or buffer, not of an optimizer's state or (None) an object."""
+    """Return whether a plan is for a weight or buffer, not for an optimizer's state or (None) an object."""
     return plan is not None and plan.role not in OPTIMIZER_ROLES
 
 
 def second_of(item: WriteItem, plan: TensorPlan | None) -> MetadataIndex | None:
-    """Return the index of the second moment in terms of which an item is stored; None for all other items."""
+    """Return the index of the second moment that an item is encoded relative to; None if it is no such first moment."""
     is_first = plan is not None and plan.exp_avg_sq is not None
     return MetadataIndex(f"{item.index.fqn}_sq", item.index.offset) if is_first else None
 
@@ -249,7 +252,7 @@ def _shared_keys(first: str, second: str) -> int:
 
 
 def _sample(tensor: Tensor) -> bytes:
-    """Return some of a tensor's bytes, or where it lies if it is not on the CPU: then only the same one is tied."""
+    """Return some bytes of a tensor; if it is small or not on the CPU, its address, so that only itself is tied."""
     if not tensor.is_cpu or tensor.numel() < SIZE_FLOOR:
         return repr((tensor.data_ptr(), tensor.stride(), tensor.numel())).encode()
     sample = tensor.reshape(-1)[:: tensor.numel() // _SAMPLE_ELEMENTS].contiguous()
@@ -261,5 +264,5 @@ def _is_same(first: Tensor, second: Tensor) -> bool:
         return first.numel() > 0
     if not first.is_cpu or first.numel() < SIZE_FLOOR:
         return False
-    # As bytes: a NaN equals itself, and zeros of either sign differ.
+    # Bytes are compared, so a NaN equals itself, and zeros of different sign differ.
     return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))

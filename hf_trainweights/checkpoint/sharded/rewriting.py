@@ -1,12 +1,11 @@
-"""Sharded checkpoints that are made small, or plain again, where they lie: a DCP directory, or a Trainer's checkpoint.
+"""Compress sharded checkpoints in place and restore them: a DCP directory, or a Trainer's checkpoint that has several.
 
-In a Trainer's checkpoint the DCP directories are rewritten one after the other, and a manifest of the whole checkpoint
-goes first and comes back last, as for a checkpoint in files.
+In a Trainer's checkpoint the DCP directories are rewritten one after the other. The manifest of the complete checkpoint
+is removed first and written last, as for a checkpoint in whole files.
 
-In a directory items are read from the old files and encoded into new ones, by each rank those of the files that it
-wrote itself. New files have names that no old one has. When all of them are on the disk, the coordinator replaces the
-manifest and then `.metadata`, in one step each, and removes the old files. So whenever a rank dies, `.metadata` lists
-whole files: all old, or all new.
+In a DCP directory each rank reads the items of the files that it wrote, and encodes them into new files with new names.
+When all new files are on the disk, the coordinator replaces the manifest and then `.metadata`, in one step each, and
+removes the old files. So whenever a rank dies, `.metadata` lists intact files: all old, or all new.
 """
 
 from __future__ import annotations
@@ -54,98 +53,99 @@ _WRITTEN_BY = re.compile(r"__(\d+)_")
 
 
 class ShardedLayout:
-    """A checkpoint that ranks wrote together: a DCP directory, or a Trainer's checkpoint with some as its parts."""
+    """A checkpoint that ranks wrote together: a DCP directory, or a Trainer's checkpoint that has DCP directories."""
 
-    def __init__(self, path: Path, parts: Sequence[Path]):
+    def __init__(self, path: Path, dcp_directories: Sequence[Path]):
         self.path = path
-        self.directories = [*dict.fromkeys([path, *parts])]
-        self._parts = parts
+        self.directories = [*dict.fromkeys([path, *dcp_directories])]
+        self._dcp_directories = dcp_directories
 
     def missing_problem(self) -> str | None:
-        """Return None: there are weights, or an optimizer's state."""
+        """Return None, because a DCP directory always has weights or an optimizer's state."""
         return None
 
     def problem(self) -> str | None:
-        """Say why the directories cannot be loaded, as far as `require_complete` tells, or return None."""
-        for part in self._parts:
+        """Return the problem that `require_complete` sees in one of the DCP directories, or None."""
+        for directory in self._dcp_directories:
             try:
-                ShardedContents(part).require_complete()
+                ShardedContents(directory).require_complete()
             except (CorruptFileError, OSError) as error:
-                return f"{part.name}: {error}"
+                return f"{directory.name}: {error}"
         return None
 
     def unlisted(self, directory: Path) -> list[Path]:
-        """List what an interrupted save or rewriting has left in one of the directories, sorted.
+        """List the files that an interrupted save or rewriting has left in one of the directories, sorted.
 
-        Nothing where no whole checkpoint is there, since what is missing may be put back. Ranks on several machines
-        hold no lock, so what is younger than a day may be of a save that still runs.
+        The list is empty if the checkpoint is not complete, because its missing files may be put back. Ranks on several
+        machines hold no lock, so a file younger than a day may belong to a save that still runs.
         """
-        if directory not in self._parts:
+        if directory not in self._dcp_directories:
             return unused_anchors(directory)
         try:
             contents = ShardedContents(directory)
             contents.require_complete()
         except (CorruptFileError, OSError):
             return []
-        listed = {*contents.files}
-        unlisted = [file for file in directory.glob(f"__*{ITEM_SUFFIX}") if file.name not in listed]
-        if contents.manifest is not None:  # without it only the items themselves know their anchors
+        listed_names = {*contents.files}
+        unlisted = [file for file in directory.glob(f"__*{ITEM_SUFFIX}") if file.name not in listed_names]
+        if contents.manifest is not None:  # if there is no manifest, only the items themselves name their anchors
             anchors = directory.glob(f"*{ANCHOR_SUFFIX}")
             unlisted += [anchor for anchor in anchors if anchor.name not in contents.manifest.files]
         return sorted(filter(is_old, unlisted))
 
     def rewriting_bytes(self) -> int:
-        """Return the free space that rewriting takes: old files of a directory stay until all new ones are there."""
-        return max(map(size_bytes, self._parts))
+        """Return the free bytes that rewriting takes: old files of a directory stay until all new ones are there."""
+        return max(map(size_bytes, self._dcp_directories))
 
     def compress(self, job: SaveJob) -> Manifest:
-        """Make the files small; what was rounded before stays as it is. Of several ranks the coordinator calls this.
+        """Compress the files; directories that were rounded before stay as they are.
 
-        Each rank encodes the files that it wrote.
+        The coordinator calls this within `Ranks.decide`, and each rank encodes the files that it wrote.
         """
         if job.base is not None or job.keep_weights:
             option = "keep_weights" if job.keep_weights else "anchor"
             expected, next_step = f"a checkpoint in whole files with `{option}`", f"Leave `{option}` out."
             raise UnsupportedError(str(self.path), expected, "a sharded one", next_step)
         recorded = {"policy": job.policy.to_dict(), "keep_weights": False}
-        previous = verified_manifest(self.path, self._parts)
+        previous = verified_manifest(self.path, self._dcp_directories)
         if previous is not None and job.is_done(previous, recorded):
             return previous
-        with self._held():
-            contents = [ShardedContents(part) for part in self._parts]
-            for each in contents:
-                each.require_complete()
+        with self._locked():
+            contents = [ShardedContents(directory) for directory in self._dcp_directories]
+            for content in contents:
+                content.require_complete()
             fields = manifest_fields(self.path, previous, job.metrics, recorded)
             self._encode(job, contents, fields.get("step"), recorded, job.class_after(previous))
             return self._finish(previous, fields)
 
     def restore(self) -> Manifest:
-        """Turn the files into plain DCP files; after an error each is small or plain."""
-        previous = verified_manifest(self.path, self._parts)
+        """Replace the files by plain DCP files; after an error each directory is either encoded or plain."""
+        previous = verified_manifest(self.path, self._dcp_directories)
         if previous is not None and previous.mode == PLAIN_MODE:
             return previous
-        with self._held():
-            lost: dict[str, dict[str, float]] = {}
-            for part in self._parts:
-                contents = ShardedContents(part)
+        with self._locked():
+            roundings: dict[str, dict[str, float]] = {}
+            for directory in self._dcp_directories:
+                contents = ShardedContents(directory)
                 own = total_rounding(replace(contents.manifest, rounded_before={})) if contents.manifest else {}
-                rounding = add_rounding(self._lost_before(part, previous), own)
+                rounding = add_rounding(self._rounded_before(directory, previous), own)
                 for name in write_plain_in_place(contents):
                     if rounding:
-                        lost[(part / name).relative_to(self.path).as_posix()] = rounding
+                        roundings[(directory / name).relative_to(self.path).as_posix()] = rounding
             fields = manifest_fields(self.path, previous)
-            return write_complete_manifest(self.path, None, Manifest({}, PLAIN_MODE, rounded_before=lost, **fields))
+            manifest = Manifest({}, PLAIN_MODE, rounded_before=roundings, **fields)
+            return write_complete_manifest(self.path, None, manifest)
 
     @contextlib.contextmanager
-    def _held(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            if self.path not in self._parts:
+            if self.path not in self._dcp_directories:
                 stack.enter_context(rewriting(self.path))
             stack.enter_context(save_errors(self.path, "Every file there is whole, old or new."))
-            for part in self._parts:
-                stack.enter_context(lock_directory(part, wait=True))
-                remove_abandoned(part)
-                stack.enter_context(keeping_permissions(part / MANIFEST_NAME))
+            for directory in self._dcp_directories:
+                stack.enter_context(lock_directory(directory, wait=True))
+                remove_abandoned(directory)
+                stack.enter_context(keeping_permissions(directory / MANIFEST_NAME))
             yield
 
     def _encode(
@@ -156,26 +156,26 @@ class ShardedLayout:
         metadata: Mapping[str, Any],
         optimizer_class: str | None,
     ) -> None:
-        """Encode the directories that are not rounded yet; another time would hide their error."""
-        weights = [name for each in contents for name in each.all_weights()]
-        trained = [state.parameter for each in contents for state in each.states.values()]
+        """Encode the directories that are not rounded yet; encoding a rounded one again would hide its error."""
+        weights = [name for content in contents for name in content.all_weights()]
+        trained = [state.parameter for content in contents for state in content.states.values()]
         job.policy.require_used([*weights, *trained])
         buffers = job.buffers
         if buffers is None and set(trained) & set(weights):
             buffers = sorted(set(weights) - set(trained))
         options: dict[str, Any] = {"buffers": buffers, "anchor_every": job.anchor_every}
         options |= {"step": step, "metadata": metadata, "optimizer": optimizer_class}
-        for each in contents:
-            if each.manifest is None or not total_rounding(each.manifest):
-                anchor = self._anchor(each.directory)
-                writer = TrainWeightsWriter(each.directory, job.policy.mode, job.policy.rules, anchor=anchor, **options)
-                results = job.ranks.share(_shares(writer, each, job.ranks.size, [*weights, *trained]))
-                writer.finish(replace(each.metadata), results)
+        for content in contents:
+            if content.manifest is None or not total_rounding(content.manifest):
+                path, anchor = content.directory, self._anchor(content.directory)
+                writer = TrainWeightsWriter(path, job.policy.mode, job.policy.rules, anchor=anchor, **options)
+                results = job.ranks.share(_rank_tasks(writer, content, job.ranks.size, [*weights, *trained]))
+                writer.finish(replace(content.metadata), results)
 
-    def _anchor(self, part: Path) -> Path | None:
-        """Return the newest directory of the same kind that has anchors, in another checkpoint of the run."""
+    def _anchor(self, directory: Path) -> Path | None:
+        """Return the directory of the same name that has anchors, in the newest other checkpoint of the run."""
         for other in checkpoint_directories(self.path.parent):
-            candidate = other / part.relative_to(self.path)
+            candidate = other / directory.relative_to(self.path)
             with contextlib.suppress(CorruptFileError, OSError):
                 anchor = None if other == self.path else read_manifest(candidate).sharded.get("anchor")
                 if anchor and anchor.get("files"):
@@ -183,46 +183,46 @@ class ShardedLayout:
         return None
 
     def _finish(self, previous: Manifest | None, fields: Mapping[str, Any]) -> Manifest:
-        """Write the manifest of the whole checkpoint, and into those of its directories what they had lost before."""
+        """Write the manifest of the complete checkpoint, and add earlier rounding to those of its directories."""
         modes: list[str] = []
         entries: dict[str, FileEntry] = {}
-        lost: dict[str, Mapping[str, float]] = {}
-        for part in self._parts:
-            manifest = read_manifest(part)
+        roundings: dict[str, Mapping[str, float]] = {}
+        for directory in self._dcp_directories:
+            manifest = read_manifest(directory)
             states = {key: value for key, value in manifest.metadata.items() if key == STATES_KEY}
             fields = {**fields, "metadata": {**fields["metadata"], **states}}
-            known = dict(fields) if part == self.path else {}
-            if before := self._lost_before(part, previous):
+            new_fields = dict(fields) if directory == self.path else {}
+            if rounding := self._rounded_before(directory, previous):
                 items = [name for name, entry in manifest.files.items() if entry.report.get("tensors")]
-                known["rounded_before"] = dict.fromkeys(items, before)
-            if known:
-                manifest = replace(manifest, **known)
-                write_manifest(part, manifest)
-            if part == self.path:
+                new_fields["rounded_before"] = dict.fromkeys(items, rounding)
+            if new_fields:
+                manifest = replace(manifest, **new_fields)
+                write_manifest(directory, manifest)
+            if directory == self.path:
                 return manifest
             modes.append(manifest.mode)
-            prefix = part.relative_to(self.path).as_posix()
+            prefix = directory.relative_to(self.path).as_posix()
             entries |= {f"{prefix}/{name}": entry for name, entry in manifest.files.items()}
-            lost |= {f"{prefix}/{name}": value for name, value in manifest.rounded_before.items()}
-        complete = Manifest(entries, lossiest(modes), rounded_before=lost, **fields)
+            roundings |= {f"{prefix}/{name}": value for name, value in manifest.rounded_before.items()}
+        complete = Manifest(entries, lossiest(modes), rounded_before=roundings, **fields)
         return write_complete_manifest(self.path, None, complete)
 
-    def _lost_before(self, part: Path, previous: Manifest | None) -> dict[str, float]:
-        """Return what values in a directory had lost before they were last encoded, the largest of all its files."""
-        prefix = "" if part == self.path else f"{part.relative_to(self.path).as_posix()}/"
+    def _rounded_before(self, directory: Path, previous: Manifest | None) -> dict[str, float]:
+        """Return by role the largest rounding that files of a directory had before they were last encoded."""
+        prefix = "" if directory == self.path else f"{directory.relative_to(self.path).as_posix()}/"
         largest: dict[str, float] = {}
-        for name, lost in (previous.rounded_before if previous else {}).items():
-            for role, error in lost.items() if name.startswith(prefix) else ():
+        for name, rounding in (previous.rounded_before if previous else {}).items():
+            for role, error in rounding.items() if name.startswith(prefix) else ():
                 largest[role] = max(error, largest.get(role, 0.0))
         return largest
 
 
-def _shares(
+def _rank_tasks(
     writer: TrainWeightsWriter, contents: ShardedContents, size: int, names: Collection[str]
 ) -> list[Callable[[], list[WriteResult]]]:
-    """Return what each rank does: it reads items from their places in the old files and writes them into new ones.
+    """Return the task of each rank: to read items from their places in the old files and write them into new files.
 
-    `names` are those of the whole checkpoint: a rule for weights names nothing where only an optimizer lies.
+    `names` are all names in the checkpoint: a rule for weights fits nothing in a directory of the optimizer alone.
     """
     items: list[list[WriteItem]] = [[] for _ in range(size)]
     owners: dict[str, int] = {}
@@ -233,17 +233,16 @@ def _shares(
         for item in _items(name, entry):
             items[owners[contents.places[item.index].file]].append(item)
     keys = contents.metadata.planner_data
-    plans = writer.prepare_global_plan([SavePlan(each, planner_data=keys) for each in items], names)
+    plans = writer.prepare_global_plan([SavePlan(rank_items, planner_data=keys) for rank_items in items], names)
     places = [{item.index: contents.places[item.index] for item in plan.items} for plan in plans]
-    return [partial(_write_share, contents.directory, *each) for each in zip(plans, places, strict=True)]
+    return [partial(_write_items_of_rank, contents.directory, *task) for task in zip(plans, places, strict=True)]
 
 
-def _write_share(directory: Path, plan: SavePlan, places: Mapping[MetadataIndex, Place]) -> list[WriteResult]:
+def _write_items_of_rank(directory: Path, plan: SavePlan, places: Mapping[MetadataIndex, Place]) -> list[WriteResult]:
     def read(item: WriteItem) -> Any:
-        place = places[item.index]
         if item.type == WriteItemType.BYTE_IO:
-            return io.BytesIO(read_place(directory, place))
-        return read_tensor_at(directory, place, item.index.fqn)
+            return io.BytesIO(read_place(directory, places[item.index]))
+        return read_tensor_at(directory, places[item.index], item.index.fqn)
 
     return write_items(RankItems(directory, plan.items, read, plan.storage_data, at_hand=plan.items))
 
@@ -251,5 +250,5 @@ def _write_share(directory: Path, plan: SavePlan, places: Mapping[MetadataIndex,
 def _items(name: str, entry: TensorStorageMetadata | BytesStorageMetadata) -> list[WriteItem]:
     if not isinstance(entry, TensorStorageMetadata):
         return [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)]
-    parts = [TensorWriteData(chunk, entry.properties, entry.size) for chunk in entry.chunks]
-    return [WriteItem(MetadataIndex(name, each.chunk.offsets), WriteItemType.SHARD, tensor_data=each) for each in parts]
+    shards = [TensorWriteData(chunk, entry.properties, entry.size) for chunk in entry.chunks]
+    return [WriteItem(MetadataIndex(name, x.chunk.offsets), WriteItemType.SHARD, tensor_data=x) for x in shards]

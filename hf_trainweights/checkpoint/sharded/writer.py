@@ -1,8 +1,8 @@
 """`TrainWeightsWriter`: saves small checkpoints through torch.distributed.checkpoint.
 
-The plan of a save is made once for all shards and sent to every rank. A tensor is planned by its whole size, so the
-same tensors are exact as in a checkpoint of one process, however small their shards are. The steps of the lossy modes
-are measured shard by shard.
+The coordinator plans a save once for all shards and sends the plan to every rank. A tensor is planned by its unsharded
+size. So the same tensors are exact as in a checkpoint of one process, however small their shards are. The steps of the
+lossy modes are measured shard by shard.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ def plan_tensors(
     plans: Sequence[SavePlan],
     policy: Policy,
     buffers: Collection[str] | None,
-    known: Iterable[str],
+    other_names: Iterable[str],
     optimizer_class: str | None = None,
     *,
     is_delta: bool,
 ) -> dict[str, TensorPlan]:
-    """Plan all tensors of a save, by their names in the flattened state dict; `plans` are those of all ranks.
+    """Plan all tensors of a save, by their names in the flattened state dict; `plans` has one SavePlan for each rank.
 
-    States of an optimizer whose class is None are planned as Adam's: `settled` asks its groups.
-    ConfigError: a rule names no tensor, and nothing that is `known` besides.
+    If `optimizer_class` is None, states are planned as Adam's; later `settled` checks that with the optimizer's groups.
+    ConfigError: a rule fits no tensor and none of the `other_names`.
     """
     items = [item for plan in plans for item in plan.items]
     tensors = {
@@ -68,27 +68,27 @@ def plan_tensors(
         if (data := item.tensor_data) is not None
     }
     states = optimizer_states(item.index.fqn for item in items)
-    # The keys from which DCP's planner made each name.
+    # DCP's planner makes a name of the keys in nested dicts; these are the keys by name.
     paths = {name: keys for plan in plans for name, keys in (plan.planner_data or {}).items()}
     by_model = models((name for name in tensors if name not in states), paths)
     parameters = {state.parameter for state in states.values()}
-    policy.require_used([*known, *(name for names in by_model.values() for name in names), *parameters])
+    policy.require_used([*other_names, *(name for names in by_model.values() for name in names), *parameters])
     planned: dict[str, TensorPlan] = {}
     for names in by_model.values():
         weights = {name: tensors[stored] for name, stored in names.items()}
-        # Where no optimizer is saved with them, vectors count as buffers.
+        # If no optimizer is saved with the weights, vectors count as buffers.
         trained = weights.keys() & parameters or {name for name, weight in weights.items() if weight.dim() > 1}
         exact = weights.keys() - trained if buffers is None else buffers
         plan = policy.plan_weights(weights, weights if is_delta else (), buffers=exact)
         planned |= {stored: plan[name,] for name, stored in names.items()}
-    of_tensors = {name: state for name, state in states.items() if name in tensors}
-    return planned | _plan_states(of_tensors, tensors, policy, optimizer_class or ADAM)
+    tensor_states = {name: state for name, state in states.items() if name in tensors}
+    return planned | _plan_states(tensor_states, tensors, policy, optimizer_class or ADAM)
 
 
 def moments_together(plans: Sequence[SavePlan], tensor_plans: Mapping[str, TensorPlan]) -> list[SavePlan]:
-    """Give each first moment that is stored in terms of the second to the rank that stores that one.
+    """Move each first moment that is encoded relative to its second moment to the rank that stores the second one.
 
-    Of states that several ranks hold, DCP may give the two to different ones.
+    If several ranks hold both, DCP may have assigned them to different ranks.
     """
     ranks: dict[object, int] = {item.index: rank for rank, plan in enumerate(plans) for item in plan.items}
     lists: list[list[WriteItem]] = [[] for _ in plans]
@@ -109,38 +109,38 @@ def _plan_states(
         groups = [{**ADAM_GROUP, "params": list(tree)}]
         state = {"state": tree, "param_groups": groups}
         plans[optimizer] = policy.plan_optimizer(state, optimizer=optimizer_class)
-    return {name: plans[each.optimizer]["state", each.parameter, each.key] for name, each in states.items()}
+    return {name: plans[state.optimizer]["state", state.parameter, state.key] for name, state in states.items()}
 
 
 class TrainWeightsWriter(StorageWriter):
     """Writes small checkpoints for `torch.distributed.checkpoint.save` and `async_save`.
 
-    A stock `FileSystemReader` reads them where hf_trainweights is imported; `TrainWeightsReader` also checks what it
-    reads and executes no pickle. Errors are raised on every rank as DCP's `CheckpointException`, whose `failures` maps
+    A stock `FileSystemReader` can read them if hf_trainweights is imported. `TrainWeightsReader` also checks the files
+    and executes no pickle. Errors are raised on every rank as DCP's `CheckpointException`, whose `failures` maps
     each rank that failed to its error and traceback: `error.failures[rank][0]` is one of `hf_trainweights.errors`.
     `async_save` encodes in a thread; pass it a process group on the CPU that training does not use.
 
     Args:
-        path: The checkpoint, a directory that all ranks share. One that it holds already stays whole until the new one
-            is complete, and then gives way.
+        path: The directory of the checkpoint, which all ranks share. If it holds a checkpoint already, that one stays
+            intact until the new one is complete, and is then removed.
         mode: `lossless`, `near-lossless` or `compact`, see `Policy`.
-        rules: Exceptions from the mode, see `Policy`. Names of weights are those in the model's own state dict.
-        anchor: An earlier checkpoint of the run. Weights are stored as differences to the anchor that it names, of
-            which this one gets hard links, so any of them may be deleted. Without one, where a new anchor is due, and
-            where the tensors are sharded otherwise, the checkpoint is full.
-        buffers: Names in the model that are buffers, which are exact in every mode. Default: tensors that have no state
-            in an optimizer that is saved with them; if none has, those of fewer than two dimensions.
+        rules: Exceptions from the mode, see `Policy`. Weights have the names of the model's own state dict.
+        anchor: An earlier checkpoint of the run. Weights are stored as differences to the anchor that it names. The new
+            checkpoint gets hard links to that anchor, so any other checkpoint may be deleted. The checkpoint is full if
+            `anchor` is left out, if a new anchor is due, or if the tensors are sharded differently now.
+        buffers: Names of buffers in the model, which are exact in every mode. Default: tensors that have no state in an
+            optimizer that is saved with them; if no tensor has a state, those of fewer than two dimensions.
         anchor_every: The most checkpoints that one anchor serves, at least 1.
-        step: Training steps done. Where the checkpoints of a run tell theirs, steps of the lossy modes become finer if
-            saves follow each other more closely.
+        step: Training steps done. If all checkpoints of a run give their step, steps of the lossy modes become finer
+            when saves follow each other more closely.
         metadata: JSON to keep in the manifest.
         optimizer: The optimizer, or its class by module and name, `"AdamW"` for torch's. The lossy modes round states
-            of torch's Adam and AdamW alone. Default: states are theirs if the groups saved with them have exactly their
-            settings, which a subclass with a `step` of its own has, too.
+            of torch's Adam and AdamW alone. Default: states count as theirs if the groups saved with them have exactly
+            their settings, which a subclass with a `step` of its own has, too.
         overwrite: Whether a checkpoint at `path` may be replaced.
 
     Raises:
-        ConfigError: The mode or a rule is unknown, or `anchor_every` or `step` is no such number.
+        ConfigError: The mode or a rule is unknown, or `anchor_every` or `step` is not a valid number.
 
     Examples:
         >>> import warnings, torch, torch.distributed.checkpoint as dcp
@@ -188,21 +188,21 @@ class TrainWeightsWriter(StorageWriter):
         self._use_collectives = True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another save, to another path if one is given; DCP calls it."""
+        """Begin another save, to the path `checkpoint_id` if given; DCP calls it."""
         if checkpoint_id:
             self._path = Path(checkpoint_id).absolute()
         self._save_id = str(uuid.uuid4())
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Take the settings of a save; DCP calls it on every rank."""
+        """Store the settings of a save; DCP calls it on every rank."""
         self._use_collectives = kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Check that the save is possible; DCP calls it on every rank.
 
         Raises:
-            UnsupportedError: The ranks are to save without knowing of each other, or the planner keeps plans.
-            SaveError: There is a checkpoint and it may not be replaced, or the directory cannot be made.
+            UnsupportedError: The save uses no collectives, or the planner caches plans.
+            SaveError: The checkpoint that is there may not be replaced, or the directory cannot be made.
         """
         if not self._use_collectives:
             next_step = "Save with collectives: one manifest lists the files of all ranks."
@@ -219,10 +219,10 @@ class TrainWeightsWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan], known: Collection[str] = ()) -> list[SavePlan]:
-        """Plan the save; DCP calls it on the coordinator. A rule may also name what is `known` besides.
+        """Plan the save; DCP calls it on the coordinator. A rule may also fit one of the `known` names.
 
         Raises:
-            ConfigError: A rule names no tensor.
+            ConfigError: A rule fits no tensor.
             SaveError: The directory cannot be read.
         """
         with save_errors(self._path, _OUTCOME):
@@ -236,14 +236,14 @@ class TrainWeightsWriter(StorageWriter):
             tensor_plans = plan_all(is_delta=False)
         self._is_exact = all(plan.is_lossless for plan in tensor_plans.values() if is_weight(plan))
         step_rms = previous.step_rms if previous else {}
-        given = []
+        rank_plans = []
         for rank, plan in enumerate(moments_together(plans, tensor_plans)):
             shards = [name_of(item) for item in plan.items if is_weight(tensor_plans.get(item.index.fqn))]
             anchors = self._anchor.files(shards) if self._anchor else {}
             moved = {name: step_rms.get(name) for name in shards} if step_rms else {}
             orders = RankOrders(*file_names(rank, number), tensor_plans, anchors, moved, self._optimizer_class)
-            given.append(replace(plan, storage_data=orders))
-        return given
+            rank_plans.append(replace(plan, storage_data=orders))
+        return rank_plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the files of a rank; DCP calls it on every rank.
@@ -265,8 +265,8 @@ class TrainWeightsWriter(StorageWriter):
         """Complete the checkpoint; DCP calls it on the coordinator.
 
         Raises:
-            ConfigError: `metadata` holds something that JSON cannot.
-            UnsupportedError: This version of torch lacks a class that `.metadata` consists of.
+            ConfigError: `metadata` holds something that cannot be written as JSON.
+            UnsupportedError: This version of torch lacks a class that `.metadata` needs.
             SaveError: The disk is full or refuses.
         """
         fields = {**self._fields, "metadata": {**self._fields["metadata"], **self._states(results)}}
@@ -274,19 +274,19 @@ class TrainWeightsWriter(StorageWriter):
             commit(self._path, metadata, results, self._save_id, self._anchor, self._is_exact, **fields)
 
     def _states(self, results: list[list[WriteResult]]) -> dict[str, Any]:
-        """Return metadata about the optimizer whose states the ranks have written, if they have."""
+        """Return the manifest's metadata about the optimizer states that the ranks wrote; empty if they wrote none."""
         rows = [item.row for items in results for item in items if isinstance(item, StoredItem)]
         states = [row for row in rows if row["role"] in OPTIMIZER_ROLES and row["codec"] != OBJECT_CODEC]
         is_lossy = self._policy.mode in LOSSY_MODES
         return {STATES_KEY: states_entry(self._optimizer_class, states, is_lossy=is_lossy)} if states else {}
 
     def storage_meta(self) -> StorageMeta:
-        """Return where the checkpoint is saved, and the identity of the save."""
+        """Return the path of the checkpoint and the identity of the save."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
-        """Where the checkpoint is saved."""
+        """The path of the checkpoint."""
         return self._path
 
     @classmethod
@@ -303,7 +303,7 @@ def write_items(rank: RankItems) -> list[WriteResult]:
 
 
 def _fits(anchor: ShardedAnchor, plans: list[SavePlan], tensor_plans: Mapping[str, TensorPlan]) -> bool:
-    """Return whether the anchors hold all shards of the weights, and any of these is to be stored as a difference."""
+    """Return whether the anchors hold all shards of the weights, and at least one is planned as a difference."""
     weights = [item for plan in plans for item in plan.items if is_weight(tensor_plans.get(item.index.fqn))]
-    uses = any(each.uses_anchor for each in tensor_plans.values())
-    return uses and {name_of(item) for item in weights} <= anchor.shards.keys()
+    is_used = any(plan.uses_anchor for plan in tensor_plans.values())
+    return is_used and {name_of(item) for item in weights} <= anchor.shards.keys()

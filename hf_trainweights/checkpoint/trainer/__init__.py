@@ -1,1 +1,1 @@
-"""A Trainer's checkpoints, made small in the background."""
+"""The compression of a Trainer's checkpoints in the background."""

@@ -1,9 +1,9 @@
-"""TrainWeightsCheckpointCallback: makes each checkpoint of a Trainer small where it lies, right after it is saved.
+"""TrainWeightsCheckpointCallback: compresses each checkpoint of a Trainer in place, right after it is saved.
 
-The work is done in one background thread that reads files, never live tensors, one checkpoint at a time. It starts
-with the next training step, so other callbacks still see the Trainer's own files. It is waited for before the Trainer
-may save, rotate or load a checkpoint again, because rotation deletes directories even if someone writes in them. Where
-the Trainer's files name weights otherwise than the modules do, other files replace them at once, while training waits.
+One background thread compresses one checkpoint at a time. It reads files, never live tensors. It starts with the next
+training step, so other callbacks still see the Trainer's own files. The callback waits for it before the Trainer may
+save, rotate or load a checkpoint again, because rotation deletes directories even if someone writes in them. If the
+Trainer's files use other names for weights than the modules do, they are replaced at once, while training waits.
 """
 
 from __future__ import annotations
@@ -44,48 +44,48 @@ from hf_trainweights.models.host.ranks import Sharding, sharding_of
 
 _logger = logging.get_logger(__name__)
 
-# What wraps modules under FSDP, and does not stand in the names of a checkpoint.
+# FSDP and its companions wrap modules in these attributes, which the names in a checkpoint do not contain.
 _WRAPPERS = re.compile(r"(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 
 
 class Backlog:
-    """The checkpoints of a run that wait to be made small, and as text what became of those that waited.
+    """The checkpoints of a run that wait for compression. `str()` of it summarizes the finished ones.
 
-    A checkpoint that cannot be made small is still a whole, plain one. So an error costs the run only disk space: it is
-    said once, and the checkpoint gets another try together with the next one. `on_error` is `"warn"` to go on like
-    this, `"raise"` to end the training; ConfigError: it is neither.
+    A checkpoint that cannot be compressed is still an intact, plain one. So an error costs the run only disk space: one
+    warning is logged, and the checkpoint is tried again together with the next one. `on_error` is `"warn"` for this, or
+    `"raise"` to end the training; ConfigError: it is neither.
     """
 
     def __init__(self, on_error: str):
         if on_error not in ("warn", "raise"):
             raise ConfigError("on_error", "warn or raise", repr(on_error), "Choose one of these.")
-        self.speaks = True  # of several ranks one does
+        self.speaks = True  # whether this rank logs; only one does
         self._on_error = on_error
         self._waiting: list[SaveJob] = []
         self._failed: dict[Path, SaveJob] = {}
         self._stayed: dict[Path, str] = {}
         self._outcomes: list[tuple[Path, Exception | str]] = []
         self._thread: threading.Thread | None = None
-        self._sizes: list[tuple[int, int]] = []  # bytes of those that were made small, before and after
+        self._sizes: list[tuple[int, int]] = []  # bytes of each compressed checkpoint, before and after
         self._largest_weight_error = 0.0
 
     def add(self, job: SaveJob) -> None:
-        """Take in a checkpoint, and those again that stayed plain; of these one that is gone costs nothing."""
+        """Add a checkpoint, and again those that stayed plain; `make_small` skips those that were removed since."""
         self._failed.pop(job.path, None)
         self._waiting += [*self._failed.values(), job]
         self._failed.clear()
 
     def start(self) -> None:
-        """Begin to work in the background on what waits, if anything does."""
+        """Start the background thread, if any checkpoint waits."""
         if self._waiting and self._thread is None:
             # Not a daemon: the interpreter waits for a checkpoint that is being written.
             self._thread = threading.Thread(target=self._work, name="trainweights-checkpoint", daemon=False)
             self._thread.start()
 
     def finish(self) -> None:
-        """Work here and now on what waits, if the thread does not, and wait for the thread; raise what `blame` does.
+        """Wait for the background thread; if it was not started, compress the waiting checkpoints in this thread.
 
-        The error of the first checkpoint that has one; the others get another try all the same.
+        Raises the first error that `blame` raises. All failed checkpoints are tried again with the next one.
         """
         thread, self._thread = self._thread, None
         if thread is None:
@@ -101,31 +101,30 @@ class Backlog:
                 self._stay(directory, message, outcome)
 
     def blame(self, directory: Path, error: Exception, message: str) -> None:
-        """Say once what went wrong with a checkpoint, and in a sentence what that means for it, or raise the error.
+        """Raise the error of a checkpoint, or log it once after `message`, which states its consequence.
 
-        It is raised where `on_error` says so, no checkpoint beside it is whole, or the memory is full. Nothing is said
-        of a checkpoint that is gone: whoever removed it knows.
+        The error is raised if `on_error` is "raise", if no checkpoint of the run is intact, or if the memory is full.
+        The error of a checkpoint that was removed is ignored, because someone removed it on purpose.
         """
         if isinstance(error, MemoryError):
             raise error
         if not directory.is_dir():
             return
-        if self._on_error == "raise" or all(found.problem for found in find_checkpoints(directory.parent)):
+        if self._on_error == "raise" or all(checkpoint.problem for checkpoint in find_checkpoints(directory.parent)):
             raise error
         self._stay(directory, message, str(error))
 
     def make_small(self, job: SaveJob) -> str | None:
-        """Make a checkpoint small, a sharded one by all ranks, and count it; return why there is no room, or None.
+        """Compress a checkpoint, a sharded one on all ranks, and count it; return why the disk is too full, or None.
 
-        CorruptFileError: a file of it is damaged, and nothing has changed. TrainWeightsError: every file in it is
-        whole.
+        CorruptFileError: a file is damaged, and nothing has changed. Other TrainWeightsError: every file is intact.
         """
         path = job.path
         if not path.is_dir():
             return None
         manifest = path / MANIFEST_NAME
         if manifest.exists() and not verify_checkpoint(path).intact:
-            manifest.unlink()  # of an earlier run, over whose checkpoint of this step the Trainer has just written
+            manifest.unlink()  # from an earlier run, whose checkpoint of this step the Trainer has just overwritten
         layout, before_bytes = layout_of(path), size_bytes(path)
         if not manifest.exists():
             problem = progress_problem(path) or layout.missing_problem()
@@ -137,24 +136,24 @@ class Backlog:
             return f"rewriting it takes {needed // 10**6} MB of free disk space, there are {free // 10**6} MB"
         weight_error = total_rounding(layout.compress(job)).get("weight", 0.0)
         after_bytes = size_bytes(path)
-        if before_bytes != after_bytes:  # else it was small already, after a push or a resume, and counts once
+        if before_bytes != after_bytes:  # else it was compressed and counted before, at a push or before a resume
             self._sizes.append((before_bytes, after_bytes))
             self._largest_weight_error = max(self._largest_weight_error, weight_error)
         return None
 
     def __str__(self) -> str:
-        parts: list[str] = []
+        sentences: list[str] = []
         if self._sizes:
             before, after = map(sum, zip(*self._sizes, strict=True))
             sizes = f"{before / 1e6:.1f} MB -> {after / 1e6:.1f} MB ({before / max(1, after):.2f}x)"
             error = f"off by at most {self._largest_weight_error:.3g}" if self._largest_weight_error else "exact"
-            parts.append(f"{len(self._sizes)} checkpoints made small: {sizes}, weights {error}")
-        # One that was removed, or made small with a later one, did not stay plain.
+            sentences.append(f"{len(self._sizes)} checkpoints made small: {sizes}, weights {error}")
+        # Checkpoints that were removed, or compressed at a later try, are not listed.
         plain = [path for path in self._stayed if path.is_dir() and not (path / MANIFEST_NAME).exists()]
         if plain:
             names = ", ".join(path.name for path in plain)
-            parts.append(f"{len(plain)} stayed plain, {names}; reason of the last: {self._stayed[plain[-1]]}")
-        return "; ".join(parts)
+            sentences.append(f"{len(plain)} stayed plain, {names}; reason of the last: {self._stayed[plain[-1]]}")
+        return "; ".join(sentences)
 
     def _work(self) -> None:
         while self._waiting:
@@ -177,26 +176,26 @@ class Backlog:
 class TrainWeightsCheckpointCallback(TrainerCallback):
     """Keeps a Trainer's checkpoints small; an unmodified Trainer resumes from them.
 
-    The checkpoint that is the best when it is saved keeps its weights exact in every mode. With `push_to_hub` weights
-    stay plain safetensors, so that what is uploaded needs nothing but Transformers. Under FSDP with SHARDED_STATE_DICT
-    every rank makes small what it has written. Checkpoints of DeepSpeed, and of a hyperparameter search, are left as
-    they are. Callbacks that ask for saves have to come before it, so that it sees that one is due. A Trainer calls the
-    methods with its arguments, its state, what it is going to do and, among others, model and optimizer.
+    A checkpoint that is the best one when it is saved keeps its weights exact in every mode. If `push_to_hub` is set,
+    weights stay plain safetensors, so that readers of the upload need only Transformers. Under FSDP with
+    SHARDED_STATE_DICT every rank compresses the files that it has written. Checkpoints of DeepSpeed, and of a
+    hyperparameter search, are left as they are. Callbacks that request saves have to be registered before this one, so
+    that it sees the request. The Trainer calls the methods with its arguments, its state, its control object and, among
+    others, model and optimizer.
 
     Args:
         mode: `"lossless"`, `"near-lossless"` or `"compact"`; see `hf_trainweights.checkpoint.planning.policy.Policy`.
-        rules: Exceptions from the mode, likewise.
+        rules: Exceptions from the mode; see there.
         anchor_every: The most checkpoints whose weights are stored as differences to one earlier one, at least 1.
-        anchor: Weights outside the run that its first checkpoint is stored against: `"base"` for those that the model
-            was loaded from by `from_pretrained`, of an adapter those of its base model; or a directory or file.
-        keep_base: Keep those weights in the run, linked or copied, so that it needs nothing outside.
-        on_error: What to do about a checkpoint that cannot be made small. `"warn"`: it stays plain and gets another try
-            at the next save; only if no checkpoint of the run is whole, the training ends. `"raise"`: the training
-            ends.
+        anchor: Weights outside the run that its first checkpoint is stored against: `"base"` for the weights that
+            `from_pretrained` loaded the model from (for an adapter: its base model), or a directory or file.
+        keep_base: Keep those weights in the run, linked or copied, so that its checkpoints need no file outside.
+        on_error: The reaction to a checkpoint that cannot be compressed. `"warn"`: it stays plain and is tried again at
+            the next save; the training ends only if no checkpoint of the run is intact. `"raise"`: the training ends.
 
     Raises:
         ConfigError: An option is wrong.
-        Exception: By any method, whatever went wrong in the background, where it ends the training; see `on_error`.
+        Exception: Any method may raise an error of the background thread that ends the training; see `on_error`.
 
     Examples:
         >>> TrainWeightsCheckpointCallback(mode="near-lossless", rules={"re:.*embed.*": "lossless"}).policy.mode
@@ -220,7 +219,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         self._ranks = Ranks()
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Make the checkpoints of a moved run readable: their files record where their anchors were.
+        """Register the checkpoints of the run, so that they are readable after a move: files record old anchor paths.
 
         Raises:
             ConfigError: The model's base is not found.
@@ -232,12 +231,12 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: Any
     ) -> None:
-        """Remove what a killed run left, mark a run whose files name weights otherwise than modules, check the resume.
+        """Remove leftovers of a killed run, mark the run if its files rename weights, and check the resumed checkpoint.
 
         Raises:
-            ConfigError: A rule names nothing in the model, its base is not found, or the Trainer has resumed from a
+            ConfigError: A rule fits no name in the model, its base is not found, or the Trainer has resumed from a
                 checkpoint that leaves some weights at their starting values.
-            UnsupportedError: The checkpoints will be sharded ones, and there is an `anchor`.
+            UnsupportedError: The checkpoints will be sharded, and there is an `anchor`.
             SaveError: The mark cannot be written.
         """
         sharding = self._sharding(args, state)
@@ -248,9 +247,9 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         self._base.require_whole_files(sharding is Sharding.SHARDED)
         self._base.find(model)
         module = extract_model_from_parallel(model)
-        named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-        self.policy.require_used(_plain_names(named))
-        # Under FSDP the Trainer resumes from files that have the modules' names.
+        tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        self.policy.require_used(_plain_names(tensors))
+        # Under FSDP the files that the Trainer resumes from have the modules' names.
         names = converted_names(module) if sharding is Sharding.NONE else set()
         if args.should_save:
             try:
@@ -266,7 +265,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             raise ConfigError("resume_from_checkpoint", "a whole checkpoint", f"{directory}: {problem}", next_step)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Begin to make the last checkpoint small."""
+        """Begin to compress the last checkpoint."""
         self._backlog.start()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -277,28 +276,28 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
     on_epoch_end = on_step_end
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Wait for the last checkpoint where the evaluation decides whether another is saved."""
+        """Wait for the last checkpoint if the evaluation decides whether another is saved."""
         if args.save_strategy == SaveStrategy.BEST:
             self._backlog.finish()
 
     def on_push_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Make the checkpoint small before it is uploaded; `on_save` then finds nothing left to do."""
-        if self._sharding(args, state) is Sharding.SHARDED:  # only one rank hears of a push
+        """Compress the checkpoint before it is uploaded; `on_save` then has nothing left to do."""
+        if self._sharding(args, state) is Sharding.SHARDED:  # a push is reported to one rank only
             return
         self._add(args, state, **kwargs)
         self._backlog.finish()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Have the checkpoint made small: from the next step on, or at once where the Trainer is about to stop."""
+        """Add the checkpoint to the backlog; it is compressed from the next step on, or at once if training ends."""
         self._add(args, state, **kwargs)
-        # No event lies between the last save and the loading of the best model.
+        # The Trainer sends no event between the last save and the loading of the best model.
         if control.should_training_stop or state.global_step >= state.max_steps:
             self._backlog.finish()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Wait for the last checkpoint and say in one line what was saved and what stayed plain."""
+        """Wait for the last checkpoint, and log one line about sizes and about checkpoints that stayed plain."""
         self._backlog.finish()
         summary = str(self._backlog)
         if summary and self._backlog.speaks:
@@ -307,7 +306,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
     def _add(self, args: TrainingArguments, state: TrainerState, *, model: nn.Module, optimizer: Any, **_: Any) -> None:
         self._backlog.finish()
         directory, sharding = _checkpoint_of(args, state), self._sharding(args, state)
-        if sharding is Sharding.SHARDED:  # every rank does the same, whatever it finds on the disk
+        if sharding is Sharding.SHARDED:  # all ranks must do the same, so the disk is not looked at
             if args.push_to_hub:
                 self._say_once("Sharded checkpoints that are pushed stay as the Trainer wrote them.")
                 return
@@ -315,7 +314,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             return
         module, names, renamed = extract_model_from_parallel(model), {}, {}
         try:
-            if sharding is Sharding.NONE:  # what is gathered from several ranks has names
+            if sharding is Sharding.NONE:  # states that were gathered from several ranks have names already
                 names = optimizer_parameter_names(module, optimizer)
                 renamed = renamed_tensors(module)
                 self._replace_converted_weights(module, directory, keep=args.push_to_hub)
@@ -340,27 +339,27 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         self._backlog.add(job)
 
     def _replace_converted_weights(self, module: nn.Module, directory: Path, *, keep: bool) -> None:
-        """Put weights under the module's names into a checkpoint whose files name them otherwise, unless it is pushed.
+        """Replace the weight files if they have other names than the modules; `keep` them if they are pushed.
 
-        Training waits, because the next step changes the weights. Until it is done `latest` passes the checkpoint over.
+        Training waits, because the next step changes the weights. Until then `latest` passes the checkpoint over.
         """
         if not converted_names(module):
             return
-        what = "Transformers saves some weights of this model under names that a Trainer cannot load back."
-        so = "The checkpoints are rewritten under the modules' own names."
+        problem = "Transformers saves some weights of this model under names that a Trainer cannot load back."
+        rewritten = "The checkpoints are rewritten under the modules' own names."
         pushed = "What is pushed keeps them, so a Trainer cannot resume from these checkpoints."
-        self._say_once(f"{what} {pushed if keep else so}")
+        self._say_once(f"{problem} {pushed if keep else rewritten}")
         if keep:
             return
         weights = {name: tensor.detach() for name, tensor in module.state_dict().items()}
         replace_weights(directory, weights)
 
     def _sharding(self, args: TrainingArguments, state: TrainerState) -> Sharding:
-        # Only the Trainer knows the directory of a trial; checkpoints right in the output directory are of another run.
+        # Only the Trainer knows the directory of a trial; checkpoints right in the output directory are another run's.
         sharding = Sharding.OTHER if state.is_hyper_param_search else sharding_of(args)
         if sharding is Sharding.OTHER:
-            what = "Checkpoints of DeepSpeed, of FSDP other than DCP and of a hyperparameter search"
-            self._say_once(f"{what} are left as the Trainer wrote them.")
+            kinds = "Checkpoints of DeepSpeed, of FSDP other than DCP and of a hyperparameter search"
+            self._say_once(f"{kinds} are left as the Trainer wrote them.")
         return sharding
 
     def _say_once(self, message: str) -> None:
@@ -370,16 +369,16 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
 
 
 def _checkpoint_of(args: Any, state: Any) -> Path:
-    """Return the directory of the checkpoint that belongs to the step, also for a program that goes elsewhere later."""
+    """Return the absolute path of the step's checkpoint, which stays right if the working directory changes."""
     return Path(args.output_dir or "").absolute() / f"checkpoint-{state.global_step}"
 
 
 def _newest_metrics(state: Any) -> dict[str, float]:
-    """Return the newest number of every name that a Trainer logged."""
+    """Return the newest logged value of each metric."""
     logged = (metric for entry in state.log_history for metric in entry.items())
     return {name: float(value) for name, value in logged if isinstance(value, int | float)}
 
 
-def _plain_names(named: Iterable[tuple[str, Any]]) -> list[str]:
-    """Return the names of weights or buffers as checkpoints have them, whatever wraps the modules."""
-    return [_WRAPPERS.sub("", name) for name, _ in named]
+def _plain_names(tensors: Iterable[tuple[str, Any]]) -> list[str]:
+    """Return the names of weights or buffers as checkpoints have them, without the names of wrappers."""
+    return [_WRAPPERS.sub("", name) for name, _ in tensors]

@@ -1,1 +1,1 @@
-"""A checkpoint in whole files, as a Trainer on one rank or a plain loop writes it."""
+"""A checkpoint in whole files, which a Trainer on one rank or a plain loop writes."""

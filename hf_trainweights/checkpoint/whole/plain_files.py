@@ -1,4 +1,4 @@
-"""Plain files written in the place of encoded ones, and safetensors in the place of plain weights."""
+"""Plain files that replace encoded ones, and safetensors files that replace plain files of weights."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from hf_trainweights.files.safetensors_file import TensorToWrite, write_safetens
 
 
 def restore_file(file: Path) -> dict[str, float]:
-    """Write a plain file in the place of an encoded one, and return by role the rounding that the encoded one had."""
+    """Replace an encoded file by a plain one, and return the rounding of the encoded one by role."""
     tree, rounding, status = load_file(file), reported_rounding(read_report(file)), file.stat()
     with replace_file(file) as plain:
         torch.save(tree, plain)
-    # The newer of two files with an optimizer's state counts.
+    # A resume uses the newer of two files with an optimizer's state, so the time must stay.
     disk.file_system.set_times(file, status.st_atime_ns, status.st_mtime_ns)
     return rounding
 
 
 def to_safetensors(file: Path) -> str:
-    """Write a plain file of weights as safetensors in its place, tensor by tensor, and return the new name."""
+    """Replace a plain file of weights by a safetensors file, tensor by tensor, and return the new name."""
     target = file.with_name("model.safetensors" if file.name == WEIGHTS_NAME else "adapter_model.safetensors")
     aside = temporary_path(file.parent)
     try:
-        # As an argument alone: Windows removes no file from which something is mapped.
+        # No variable may hold the mapped tensors: Windows cannot remove a file that is mapped.
         _write_each_once(aside, load_file(file, mmap=True))
         move_file(aside, target, [file])
     finally:
@@ -42,10 +42,10 @@ def to_safetensors(file: Path) -> str:
 
 
 def _write_each_once(target: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write weights as safetensors does: a shared tensor under its first name, and the others as notes of that name."""
-    first: dict[object, str] = {}
+    """Write weights as safetensors does: a shared tensor under its first name, its other names as notes."""
+    first_names: dict[object, str] = {}
     notes = {"format": "pt"}
     for name, weight in weights.items():
-        written_name = first.setdefault((weight.data_ptr() or name, weight.shape, weight.dtype), name)
+        written_name = first_names.setdefault((weight.data_ptr() or name, weight.shape, weight.dtype), name)
         notes |= {} if written_name == name else {name: written_name}
-    write_safetensors(target, {name: TensorToWrite.of(weights[name]) for name in first.values()}, notes)
+    write_safetensors(target, {name: TensorToWrite.of(weights[name]) for name in first_names.values()}, notes)

@@ -1,9 +1,9 @@
-"""An existing checkpoint directory made small where it is, and plain again, one atomic file at a time.
+"""Compress an existing checkpoint directory in place and restore it, one atomic file at a time.
 
-What it holds is listed, and each part read once, before anything in it changes. The manifest goes first and comes back
-last, so between the two the directory is a plain one: at every moment each file is whole, old or new, and Transformers
-loads it. A weights file is written before the ones it replaces go, because loaders prefer those: `model.safetensors`,
-the index of shards, the shards.
+The files are listed and read once before any of them changes. The manifest is removed first and written last; in
+between the directory counts as a plain one. At every moment each file is intact, old or new, and Transformers loads it.
+Loaders prefer the files that a new weights file replaces (`model.safetensors`, the index of shards, the shards). So the
+new one is written before the old ones are removed.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ _SHARDED_STATE = ("pytorch_model_fsdp_*", "optimizer_*[0-9]", "global_step*", "*
 _ACCELERATE_STATE = "random_states_*.pkl"
 _MODEL_CONFIGS = ("config.json", "adapter_config.json")
 
-# Smaller ones are left alone: RNG states, schedulers, scalers, training_args.bin.
+# Smaller files are not encoded: RNG states, schedulers, scalers, training_args.bin.
 _MIN_OTHER_BYTES = 64 << 10
 
-# In a manifest's metadata: the weights file that stands for safetensors, of a model without training state.
+# A key in a manifest's metadata: the weights file that replaced safetensors files of a model without training state.
 _WAS_SAFETENSORS = "was_safetensors"
 
 
@@ -68,28 +68,28 @@ class WholeLayout:
         self.directories = [path]
 
     def missing_problem(self) -> str | None:
-        """Say that there are no weights, or return None."""
+        """Return a sentence if there are no weights, else None."""
         return None if entry_points(self.path) else "no weight file is there"
 
     def problem(self) -> str | None:
-        """Say why a resume could not read the files, as far as checksums and anchors show, or return None."""
-        others = [self.path / name for name in RESUMED_FROM if (self.path / name).exists()]
-        files = [*entry_points(self.path)[:1], *others]
+        """Return why a resume could not read the files, as checksums and anchors show, or None if it could."""
+        other_files = [self.path / name for name in RESUMED_FROM if (self.path / name).exists()]
+        files = [*entry_points(self.path)[:1], *other_files]
         problems = (check(file) for check in (weights_problem, anchor_problem) for file in files)
         return self.missing_problem() or next(filter(None, problems), None)
 
     def unlisted(self, directory: Path) -> list[Path]:
-        """List what an interrupted save has left."""
+        """List the files that an interrupted save has left: anchors that are not needed."""
         return unused_anchors(directory)
 
     def rewriting_bytes(self) -> int:
-        """Return the free space that rewriting takes: one encoded file at a time beside the plain ones."""
+        """Return the free bytes that rewriting takes: one new file at a time is written beside the old ones."""
         sizes = [file.stat().st_size for file in self.path.iterdir() if file.is_file()]
-        shards = sum(file.stat().st_size for file in safetensors_files(self.path))  # they become one file
-        return max([shards, *sizes])
+        shard_bytes = sum(file.stat().st_size for file in safetensors_files(self.path))  # they become one file
+        return max([shard_bytes, *sizes])
 
     def compress(self, job: SaveJob) -> Manifest:
-        """Make the files small; with the same choices a second call changes nothing."""
+        """Compress the files; a second call with the same choices changes nothing."""
         with freeing_in_background(self.path):
             return self._compress(job)
 
@@ -98,7 +98,7 @@ class WholeLayout:
         if not job.weights_only:
             inventory.require_training_state()
         previous = intact_manifest(path)
-        # With the same choices a second call finds nothing left to do.
+        # The manifest records these choices, so that a second call with the same ones returns at once.
         recorded: dict[str, Any] = {"policy": job.policy.to_dict(), "keep_weights": job.keep_weights}
         if job.base is not None:
             recorded["anchor"] = [str(job.base.path), job.base.keep]
@@ -119,29 +119,29 @@ class WholeLayout:
             return write_complete_manifest(path, previous, Manifest(entries, job.policy.mode, **fields))
 
     def restore(self) -> Manifest:
-        """Turn the files back into plain ones that torch.load reads without this package."""
+        """Replace the files by plain ones that torch.load reads without this package."""
         path, inventory = self.path, Inventory(self.path)
         previous = intact_manifest(path)
         require_undamaged(path, previous.files if previous else ())
-        lost = dict(previous.rounded_before) if previous else {}
+        roundings = dict(previous.rounded_before) if previous else {}
         with rewriting(path):
             for file in filter(is_torch_file, sorted([*inventory.weight_files, *inventory.other_files])):
                 if is_encoded(file) and (rounding := restore_file(file)):
-                    lost[file.name] = add_rounding(lost.get(file.name, {}), rounding)
+                    roundings[file.name] = add_rounding(roundings.get(file.name, {}), rounding)
             fields = manifest_fields(path, previous)
             weights_name = fields["metadata"].pop(_WAS_SAFETENSORS, None)
             if weights_name in (WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME) and (path / weights_name).is_file():
                 name = to_safetensors(path / weights_name)
-                lost |= {name: lost.pop(weights_name)} if weights_name in lost else {}
-            return write_complete_manifest(path, None, Manifest({}, PLAIN_MODE, rounded_before=lost, **fields))
+                roundings |= {name: roundings.pop(weights_name)} if weights_name in roundings else {}
+            return write_complete_manifest(path, None, Manifest({}, PLAIN_MODE, rounded_before=roundings, **fields))
 
 
 class Inventory:
     """The files of a checkpoint directory that hold training state.
 
-    `weight_files` are of one family, the one that loaders open first at the head, indices before their shards.
-    ConfigError: there is no checkpoint. UnsupportedError: a sharded one that no DCP wrote, of DeepSpeed or of FSDP with
-    LOCAL_STATE_DICT.
+    `weight_files` begins with the file that loaders open first, and has indices before their shards. All are of one
+    kind, of an adapter or of a model. ConfigError: there is no checkpoint. UnsupportedError: the checkpoint is sharded,
+    but not written by DCP: it is DeepSpeed's, or FSDP's with LOCAL_STATE_DICT.
     """
 
     def __init__(self, path: Path):
@@ -150,16 +150,16 @@ class Inventory:
         self.weight_files = weight_files(path)
         self.other_files = [file for file in torch_files if file not in self.weight_files]
         if not (self.weight_files or torch_files):
-            found = "a directory without any" if path.is_dir() else "no directory"
+            content = "a directory without any" if path.is_dir() else "no directory"
             next_step = "Pass one checkpoint, e.g. out/checkpoint-500, not the run."
-            raise ConfigError(str(path), "a directory with weights or other torch files", found, next_step)
+            raise ConfigError(str(path), "a directory with weights or other torch files", content, next_step)
         for pattern in _SHARDED_STATE:
             for file in path.glob(pattern):
                 next_step = "Leave it as it is, or have the Trainer save a full one, or with FSDP's SHARDED_STATE_DICT."
                 raise UnsupportedError(str(path), "a checkpoint in whole files", file.name, next_step)
 
     def require_training_state(self) -> None:
-        """Check that these are not the files of a finished model; ConfigError: there is nothing that a resume needs."""
+        """Check that there is training state; ConfigError: these are the files of a finished model."""
         state_files = [file for file in self.other_files if file.name != "training_args.bin"]
         is_model = any((self.path / name).is_file() for name in _MODEL_CONFIGS)
         if is_model and not (state_files or any((self.path / name).is_file() for name in PROGRESS_NAMES)):
@@ -167,17 +167,17 @@ class Inventory:
                 "To store its weights as a checkpoint's all the same, which from_pretrained reads with hf_trainweights "
                 "alone, pass weights_only=True, on the command line --weights-only."
             )
-            found = f"a model ({self.weight_files[0].name}) and no training state" if self.weight_files else "no state"
-            raise ConfigError(str(self.path), "a training checkpoint", found, next_step)
+            files = f"a model ({self.weight_files[0].name}) and no training state" if self.weight_files else "no state"
+            raise ConfigError(str(self.path), "a training checkpoint", files, next_step)
 
     def replaced_by(self, weights_name: str) -> list[Path]:
-        """List the files that a new weights file makes wrong or idle."""
-        # Digests of a quantized model's weight files go with these; the manifest has those of the new ones.
+        """List the files to remove once a new weights file is there: other weight files, and recorded digests."""
+        # The digests of a quantized model's weight files; the manifest has those of the new file.
         return [file for file in self.weight_files if file.name != weights_name] + digest_files(self.path)
 
 
 def weight_files(path: Path) -> list[Path]:
-    """List weight files of one family, the one that loaders open first at the head, indices before their shards.
+    """List the weight files of an adapter or a model: first the file that loaders open first, indices before shards.
 
     CorruptFileError: an index cannot be read.
     """
@@ -190,7 +190,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def load_if_possible(path: Path) -> Any:
-    """Load a torch file as `load_file` does, mapped and on the CPU; None if it holds more than data, or is none."""
+    """Load a torch file as `load_file` does, mapped and on the CPU; None if it is another file or holds more."""
     try:
         return load_file(path, mmap=True)
     except CorruptFileError:
@@ -208,9 +208,9 @@ def read_weights(path: Path) -> dict[str, Any]:
         try:
             with safe_open(path, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
-                # safetensors keeps a shared tensor once, and notes which name its other names stand for.
-                shared = {name: other for name, other in (file.metadata() or {}).items() if other in tensors}
-                return tensors | {name: tensors[other] for name, other in shared.items()}
+                # safetensors writes a shared tensor under one name; its metadata maps the other names to that name.
+                written_names = {name: other for name, other in (file.metadata() or {}).items() if other in tensors}
+                return tensors | {name: tensors[other] for name, other in written_names.items()}
         except SafetensorError as error:
             raise CorruptFileError(str(path), "readable weights", str(error)[:300], next_step) from error
     state = load_file(path, mmap=True)
@@ -220,12 +220,11 @@ def read_weights(path: Path) -> dict[str, Any]:
 
 
 class OptimizerFile:
-    """The optimizer's file, loaded and planned once, before anything changes: a rule that needs names fails here.
+    """The file of the optimizer's state, loaded and planned before any file changes. The newer one, if there are two.
 
-    Of two files it is the newer one. `name` is None if there is none, `tree` also if it holds more than plain data.
-    `state` is the tree as an optimizer's state dict, empty if it has another layout; `names` are those of parameters by
-    their index in it, by default those that it records. ConfigError: a rule selects optimizer states by name, and there
-    are no names.
+    `name` is None if there is no such file. `tree` is its content, None if it holds more than plain data. `state` is
+    the tree if that is an optimizer's state dict, else empty. `names` are those of parameters by their index in the
+    state, by default as recorded there. ConfigError: a rule selects optimizer states by name, and there are no names.
     """
 
     def __init__(self, path: Path, policy: Policy, names: Mapping[Any, str], class_name: str | None = None):
@@ -242,9 +241,9 @@ class OptimizerFile:
 def _weights_to_store(
     job: SaveJob, inventory: Inventory, previous: Manifest | None, optimizer: OptimizerFile
 ) -> Weights | None:
-    """Read the weights of a checkpoint; None where there are none, or they stay: encoding them again would lose more.
+    """Read the weights to encode; None if there are none, or if they stay, because encoding them again would lose more.
 
-    Buffers are by default those that were recorded, else see `find_buffers`. ConfigError: a rule names nothing there.
+    Buffers are by default those that were recorded, else see `find_buffers`. ConfigError: a rule fits no tensor.
     """
     path = inventory.path
     if job.keep_weights or not inventory.weight_files:
@@ -256,9 +255,9 @@ def _weights_to_store(
     is_adapter, twin = files[0].name.startswith("adapter"), path / FSDP_WEIGHTS_NAME
     if twin.exists() and not is_adapter:
         files.insert(0, twin)
-    # Of the plain ones the newest counts, because an encoded one was made of one.
-    plain = [file for file in files if not (is_torch_file(file) and is_encoded(file))]
-    source = newest(plain or files, read_weights)
+    # The newest plain file is used if there is one, because encoded files are made from plain ones.
+    plain_files = [file for file in files if not (is_torch_file(file) and is_encoded(file))]
+    source = newest(plain_files or files, read_weights)
     if is_lossy(source):
         return None
     file_name = ADAPTER_WEIGHTS_NAME if is_adapter else WEIGHTS_NAME
@@ -270,9 +269,9 @@ def _weights_to_store(
 
 
 def _unnamed_weights_problem(inventory: Inventory) -> str | None:
-    """Say that accelerate could not load the weights of its `save_state` from another file, or return None.
+    """Return why accelerate could not load the weights of its `save_state` from another file, or None if it could.
 
-    A safetensors file of it has no name of a tied weight but one, and from another file it wants all of them.
+    Its safetensors file has only one name of a tied weight. From a file of another kind it expects all names.
     """
     is_accelerates = any(inventory.path.glob(_ACCELERATE_STATE)) and not (inventory.path / TRAINER_STATE_NAME).exists()
     file = inventory.weight_files[0]
@@ -282,22 +281,22 @@ def _unnamed_weights_problem(inventory: Inventory) -> str | None:
 
 
 def newest(files: Sequence[Path], read: Callable[[Path], Any]) -> Path:
-    """Return the newest of several files that hold the same part of a checkpoint, as two runs may leave them.
+    """Return the newest of several files for the same state of a checkpoint, as two runs in one directory leave them.
 
-    CorruptFileError: the newest are of the same time, and what `read` returns of them differs.
+    CorruptFileError: the newest files have the same time, and `read` returns different content for them.
     """
     times = [file.stat().st_mtime_ns for file in files]
     first, *others = (file for file, time in zip(files, times, strict=True) if time == max(times))
     for other in others:
         if not first.samefile(other) and not _agree(read(first), read(other)):
-            found = f"another one in {other.name}, of the same time"
+            conflict = f"another one in {other.name}, of the same time"
             next_step = "One of them is of an earlier run: remove that one."
-            raise CorruptFileError(str(first), "the only state of its kind", found, next_step)
+            raise CorruptFileError(str(first), "the only state of its kind", conflict, next_step)
     return first
 
 
 def _agree(one: Any, other: Any) -> bool:
-    """Return whether two states have the same values; what one dict lacks, such as a tied weight, says nothing."""
+    """Return whether two states have the same values, ignoring keys that only one dict has, such as tied weights."""
     if isinstance(one, dict) and isinstance(other, dict):
         shared = one.keys() & other.keys()
         return bool(shared) == bool(one or other) and all(_agree(one[key], other[key]) for key in shared)
@@ -309,7 +308,7 @@ def _agree(one: Any, other: Any) -> bool:
 
 
 def _recorded_buffers(path: Path, previous: Manifest | None, file_name: str) -> set[str] | None:
-    """Return the buffers that a plain loop's checkpoint names, or the manifest; None where neither knows."""
+    """Return the names of buffers from a plain loop's checkpoint or from the manifest; None if neither has them."""
     if (path / STATE_NAME).is_file():
         state = load_file(path / STATE_NAME)
         names = state.get("names") if isinstance(state, dict) else None
@@ -321,16 +320,16 @@ def _recorded_buffers(path: Path, previous: Manifest | None, file_name: str) -> 
 
 
 def is_lossy(path: Path) -> bool:
-    """Return whether a file was encoded with a loss: encoding it once more would add to its error, or hide it."""
+    """Return whether a file was encoded with a loss. Encoding it again would add to its error, or hide the error."""
     storages = read_structure(path)["storages"] if is_torch_file(path) and is_encoded(path) else ()
-    # What is rounded and then stored losslessly has a bound, too.
+    # A tensor that was rounded first and then stored by a lossless codec has a bound, too.
     return any("bound" in storage or not CODECS[storage["codec"]].lossless for storage in storages)
 
 
 def _compress_weights(
     job: SaveJob, inventory: Inventory, previous: Manifest | None, weights: Weights | None
 ) -> tuple[dict[str, FileEntry], dict[str, Any]]:
-    """Save the weights in the place of the files that hold them; return their entries and fields of the manifest."""
+    """Replace the weight files by encoded ones; return the entries of the new files and fields of the manifest."""
     if weights is None:
         return {}, {"anchor": previous and previous.anchor, "base": previous and previous.base}
     entries, anchor = save_weights(job, weights)
@@ -345,7 +344,7 @@ def _compress_weights(
 def _compress_others(
     job: SaveJob, inventory: Inventory, optimizer: OptimizerFile, done: Collection[str]
 ) -> dict[str, FileEntry]:
-    """Write other files than those of weights anew, unless one is small or would lose something."""
+    """Encode the files that hold no weights, except small ones and those that were rounded already."""
     entries = {}
     for file in inventory.other_files:
         is_optimizer = file.name in OPTIMIZER_NAMES
@@ -370,10 +369,10 @@ def _compress_others(
 
 
 def replace_weights(path: Path, weights: Mapping[str, Any]) -> None:
-    """Put weights in the place of a checkpoint's weight files, plain and as fast as torch.save writes them.
+    """Replace a checkpoint's weight files by a plain file of these weights, as fast as torch.save writes it.
 
-    A Trainer resumes exactly from the module's names, and its own files may have others. After an error the old weights
-    are there, or the new ones.
+    `weights` have the module's names, from which a Trainer resumes exactly; its own files may use other names. After an
+    error the old weights are there, or the new ones.
     """
     inventory = Inventory(path)
     with rewriting(path):

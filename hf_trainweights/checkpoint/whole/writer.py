@@ -1,9 +1,9 @@
-"""A new checkpoint directory: written aside and renamed into place, so that it appears whole or not at all.
+"""A new checkpoint directory: written aside and renamed into place, so that it appears complete or not at all.
 
-Its weights are a difference to the run's anchor if there is one and no new one is due. A run may have a base, weights
-outside of it as its caller names them: a fine-tune starts from such ones. They are the middle of the run's star then,
-from the first checkpoint on. There is no full checkpoint to begin with, and none to begin anew with after some saves: a
-difference to the base stays far smaller than weights in full.
+Its weights are a difference to the run's anchor if there is one and no new one is due. The caller may name a base:
+weights outside the run, such as those that a fine-tune starts from. All checkpoints of the run then refer to the base,
+from the first one on. The run needs no full checkpoint, neither at the beginning nor after some saves, because a
+difference to the base stays far smaller than full weights.
 
 docs/checkpoint.md lists the files that a directory may hold.
 """
@@ -51,14 +51,14 @@ from hf_trainweights.files.torch_zip import Writable
 
 WEIGHTS_NAME = "pytorch_model.bin"
 
-# How many files reading weights takes at most. In a language model from scratch a save 150 steps after its anchor takes
-# 4.7 bits a weight, one 50 steps after it 3.2; each link costs a reader the time to decode the weights once more.
+# The most files that are needed to read a checkpoint's weights. In a language model from scratch a save 150 steps after
+# its anchor takes 4.7 bits a weight, one 50 steps after it 3.2; each link costs a reader one more decoding of them.
 _MOST_FILES = 5
-# A base serves until its deltas have become so many bits per weight more expensive than the first was. Beginning a new
-# star then costs less within eight saves: one full checkpoint has 10 to 24 bits more than a delta.
+# A base serves until its deltas take so many bits per weight more than the first one. From then on a full checkpoint as
+# new anchor costs less within eight saves: it has 10 to 24 bits more than a delta.
 _BASE_REFRESH_BITS = 2.0
-# Two weights that have nothing to do with each other differ by 1.4 times the rms of one; a fine-tune moves by a
-# thousandth of it. A difference says nothing about drift where the base is not where a weight began.
+# Two unrelated weights differ by 1.4 times the rms of one; a fine-tune moves a weight by a thousandth of it. So if the
+# difference exceeds half of the rms, the weight did not begin at the base, and the difference does not show its drift.
 _LARGEST_DRIFT = 0.5
 
 
@@ -66,8 +66,8 @@ _LARGEST_DRIFT = 0.5
 class Weights:
     """The weights of a checkpoint, a flat state dict, and the facts that decide how they are stored.
 
-    `buffers` are exact in every mode. The optimizer's state says how far the weights drift and which of them never
-    moved; its parameters' names are by their index in it, and its class says whether they are Adam's.
+    `buffers` are exact in every mode. The `optimizer` state shows how far weights drift and which of them never moved.
+    `optimizer_names` are its parameters' names by their index in it, and `optimizer_class` shows whether it is Adam.
     """
 
     state: Mapping[str, Any]
@@ -79,16 +79,16 @@ class Weights:
 
     @property
     def as_anchor(self) -> AnchorRecord | None:
-        """The record, but for the digest, of their file as an anchor; None if they are not plain tensors only."""
+        """The record of the new file as an anchor, its digest still empty; None if not all values are plain tensors."""
         return AnchorRecord("") if all(isinstance(value, Tensor) for value in self.state.values()) else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsAnchor(AnchorCandidate):
-    """An anchor on disk, or a base, that the next checkpoint in whole files may use.
+    """An anchor file, or a base, that the next checkpoint in whole files may use.
 
-    `path` is the file under the name that it has in the checkpoint that holds it; of a base the checkpoint directory
-    that may keep its files, and `keeps_base` whether it does.
+    `path` is the anchor file in an earlier checkpoint. If there is a `base`, `path` is instead the checkpoint directory
+    that may keep the files of the base, and `keeps_base` tells whether it does.
     """
 
     path: Path
@@ -96,16 +96,16 @@ class WeightsAnchor(AnchorCandidate):
     keeps_base: bool = False
 
     def is_spent(self, anchor_every: int) -> bool:
-        """Tell whether the next checkpoint should begin a new anchor; a base serves any number of them."""
+        """Return whether the next checkpoint should begin a new anchor; a base serves any number of checkpoints."""
         return super().is_spent(anchor_every) if self.base is None else self.record.has_aged(_BASE_REFRESH_BITS)
 
 
 def find_anchor_candidate(job: SaveJob, weights_name: str) -> WeightsAnchor | None:
-    """Return the anchor, or base, of the newest other checkpoint of a run whose manifest reads and that has one.
+    """Return the anchor or base that the newest other checkpoint of the run records in a readable manifest.
 
-    Where none has, it is the base that the save was given, if any. `weights_name` is that of the weights file in each,
-    which may be the anchor itself. Digests are checked when it is opened. ConfigError: there are no plain weights where
-    the base should be.
+    If no checkpoint records one, return the job's base, or None. `weights_name` is the name of the weights file in
+    each checkpoint, which may itself be the anchor. Digests are checked later, when the anchor is opened.
+    ConfigError: the base of the job has no plain weights.
     """
     interval_steps = steps_since_last_save(job.path)
     for directory in checkpoint_directories(job.path.parent):
@@ -113,7 +113,7 @@ def find_anchor_candidate(job: SaveJob, weights_name: str) -> WeightsAnchor | No
             continue
         try:
             manifest = read_manifest(directory)
-            record = AnchorRecord.from_dict(manifest.anchor or {})  # refused where there is none
+            record = AnchorRecord.from_dict(manifest.anchor or {})  # CorruptFileError if there is no anchor
         except (CorruptFileError, OSError):
             continue
         candidate = WeightsAnchor(path=directory, record=record, interval_steps=interval_steps)
@@ -133,7 +133,7 @@ def find_anchor_candidate(job: SaveJob, weights_name: str) -> WeightsAnchor | No
 
 
 def _noted_interval(directory: Path, step: int | None) -> int | None:
-    """Return the steps from one save to the next as a Trainer notes them, at most those that the run has."""
+    """Return the steps between saves that a Trainer noted, at most `step`; `step` itself if it noted none."""
     with contextlib.suppress(ValueError, TypeError, KeyError):
         save_steps = int(trainer_state(directory)["save_steps"])
         return max(1, min(save_steps, step or save_steps))
@@ -141,9 +141,9 @@ def _noted_interval(directory: Path, step: int | None) -> int | None:
 
 
 def _open_base(base: Base, directory: Path, weights: Mapping[str, Any]) -> BaseWeights | None:
-    """Open a base, which a checkpoint directory may keep, under the names of a checkpoint's flat state dict.
+    """Open a base, which a checkpoint directory may keep, with its weights named as in `weights`.
 
-    None, with a warning, if it is gone, has changed or shares no weight with the checkpoint.
+    If the base is gone, has changed or shares no weight with the checkpoint, warn and return None.
     """
     try:
         opened = BaseWeights(base, directory.absolute()).named_as(weights)
@@ -159,9 +159,9 @@ def _open_base(base: Base, directory: Path, weights: Mapping[str, Any]) -> BaseW
 class _Encoded(NamedTuple):
     """The weights of a checkpoint, encoded.
 
-    `anchor` is what the manifest records about the anchor of the next checkpoint; without a digest that is this file.
-    `links` are the files that reading this one takes, linked or kept in the job's directory. `base` are the weights
-    outside the run that the anchor is.
+    `anchor` is the record of the next checkpoint's anchor, for the manifest; if its digest is empty, the file just
+    written is that anchor. `links` are the other files needed to read this one, linked or copied into the job's
+    directory. `base` is set if the anchor is a base outside the run.
     """
 
     written: EncodedFile
@@ -171,7 +171,7 @@ class _Encoded(NamedTuple):
 
 
 def _encode_delta(job: SaveJob, weights: Weights, candidate: WeightsAnchor, file: Writable) -> _Encoded | None:
-    """Link the anchor and encode against it, tensor by tensor where that is smaller; None where it is of no use."""
+    """Link the anchor and encode each tensor against it if that is smaller; None if no tensor can use the anchor."""
     if candidate.base:
         anchor = _open_base(candidate.base, candidate.path, weights.state)
     else:
@@ -179,9 +179,9 @@ def _encode_delta(job: SaveJob, weights: Weights, candidate: WeightsAnchor, file
     if anchor is None:
         return None
     plan = job.policy.plan_weights(weights.state, anchor, buffers=weights.buffers)
-    is_exact = all(each.is_lossless for each in plan.values())
+    is_exact = all(choice.is_lossless for choice in plan.values())
     written, record, links, base = None, weights.as_anchor, (), None
-    if any(each.uses_anchor for each in plan.values()):
+    if any(choice.uses_anchor for choice in plan.values()):
         moved = {} if is_exact or candidate.record.delta_rms else _drift_rms(candidate, job, weights, anchor)
         written = encode_file(
             weights.state,
@@ -200,19 +200,19 @@ def _encode_delta(job: SaveJob, weights: Weights, candidate: WeightsAnchor, file
             else:
                 links = anchor.files
                 if not is_exact and weights.as_anchor and len(links) + 1 < _MOST_FILES:
-                    record = replace(record, sha256="")  # this file is the next one's anchor
+                    record = replace(record, sha256="")  # this file becomes the anchor of the next checkpoint
     if job.temporary and isinstance(anchor, Anchor) and not links:
-        remove_files(anchor.files)  # where a checkpoint lies already, its new manifest does that
+        remove_files(anchor.files)  # rewriting in place removes them with `write_complete_manifest`
     return written and _Encoded(written, record, links, base)
 
 
 def _keep_files(base: BaseWeights, directory: Path) -> tuple[Path, ...]:
-    """Keep the files of a base in a checkpoint directory under their digests, and return them.
+    """Link or copy the files of a base into a checkpoint directory under their digests, and return the new paths.
 
-    Files of the Hub's cache and of other checkpoints never change, so they are linked. A program may write over other
-    files where they are, and would change what is linked to them; they are copied once.
+    Files of the Hub's cache and of other checkpoints never change, so they are linked. Other files are copied once,
+    because a program that overwrites one of them in place would change its links as well.
     """
-    kept = []
+    targets = []
     for name, file in base.files.items():
         target = directory / anchor_file_name(base.base.files[name])
         if not target.exists():
@@ -222,21 +222,21 @@ def _keep_files(base: BaseWeights, directory: Path) -> tuple[Path, ...]:
                 with replace_file(target, [file]) as copy:
                     for chunk in read_chunks(file):
                         copy.write(chunk)
-        kept.append(target)
-    return tuple(kept)
+        targets.append(target)
+    return tuple(targets)
 
 
 def _drift_rms(
     candidate: WeightsAnchor, job: SaveJob, weights: Weights, anchor: Anchor | BaseWeights
 ) -> dict[str, float]:
-    """Measure how far the weights move between two saves, which takes as long as decoding the anchor.
+    """Measure how far each weight moves between two saves, which takes as long as decoding the anchor.
 
-    The steps of the lossy modes may not be coarser for a run that is old already: from the distance to a base they are
-    taken as the share of the way that one interval between saves has, as if weights had drifted steadily. Weights that
-    did not begin at the base have no entry, so they are exact.
+    The distance to a base grows with the age of the run, but lossy steps must not become coarser with it. So the drift
+    is the share of that distance that falls to one interval between saves, as if weights had moved steadily. Weights
+    that did not begin at the base have no entry, so they are stored exactly.
     """
     distance_rms = measure_delta_rms(weights.state, anchor)
-    if not any(distance_rms.values()):  # the anchor itself, made small once more, says nothing about drift
+    if not any(distance_rms.values()):  # the anchor itself is compressed again, which shows no drift
         return {}
     if candidate.base is None:
         return distance_rms
@@ -250,11 +250,13 @@ def _drift_rms(
 
 
 def _encode_full(job: SaveJob, weights: Weights, drift_rms: Mapping[str, float], file: Writable) -> _Encoded:
-    """Encode without reference; where the mode is lossy, in steps as fine as those of the next delta are expected."""
+    """Encode without reference; a lossy mode uses steps as fine as those expected of the next delta."""
     plan = job.policy.plan_weights(weights.state, buffers=weights.buffers)
-    if any(each.steps_per_rms for each in plan.values()) and not drift_rms:
-        of_optimizer = weights.optimizer, weights.optimizer_names, steps_since_last_save(job.path)
-        drift_rms = expected_drift_rms(*of_optimizer, weights.optimizer_class)
+    if any(choice.steps_per_rms for choice in plan.values()) and not drift_rms:
+        interval_steps = steps_since_last_save(job.path)
+        drift_rms = expected_drift_rms(
+            weights.optimizer, weights.optimizer_names, interval_steps, weights.optimizer_class
+        )
     return _Encoded(encode_file(weights.state, with_steps(plan, drift_rms), file), weights.as_anchor)
 
 
@@ -272,10 +274,10 @@ def save_new_directory(
     as_they_are: Mapping[str, bytes] | None = None,
     **manifest_fields: Any,
 ) -> Manifest:
-    """Save a missing or empty checkpoint directory; it appears whole or not at all.
+    """Save a checkpoint into a missing or empty directory, which appears complete or not at all.
 
-    Others called `checkpoint-<step>` beside it may hold the anchor. `trees` are what else is to be stored and how, by
-    file name; `as_they_are` files that are not encoded. UnstorableError names file and key.
+    Directories called `checkpoint-<step>` beside it may hold the anchor. `trees` are further values with their plans by
+    file name. `as_they_are` are files that are not encoded. UnstorableError names file and key.
     """
     with save_errors(job.path, "Earlier checkpoints are untouched."), create_directory(job.path) as temporary:
         job = replace(job, temporary=temporary)
@@ -298,9 +300,9 @@ def save_new_directory(
 def save_weights(job: SaveJob, weights: Weights) -> tuple[dict[str, FileEntry], dict[str, Any]]:
     """Save the weights file of a checkpoint, and beside it links to the anchors that it needs.
 
-    It is a difference to the run's anchor or base if there is one and no new one is due. Return the entries of these
-    files, and what the manifest says of the anchor and the base that the next checkpoint may use. UnstorableError names
-    file and key. ConfigError: there are no plain weights where the base should be.
+    The file is a difference to the run's anchor or base if there is one and no new one is due. Return the manifest's
+    entries of these files, and its fields `anchor` and `base`, from which the next checkpoint finds its anchor.
+    UnstorableError names file and key. ConfigError: the base of the job has no plain weights.
     """
     candidate = encoded = None
     with job.open_file(weights.file_name) as file, _named_in_errors(weights.file_name):
@@ -318,13 +320,13 @@ def save_weights(job: SaveJob, weights: Weights) -> tuple[dict[str, FileEntry], 
 
 
 def recorded_states(job: SaveJob, optimizer_class: str | None, entry: FileEntry) -> dict[str, Any]:
-    """Return metadata about an optimizer whose states were saved: its class, and which of them were rounded."""
+    """Return the manifest's metadata about saved optimizer states: the optimizer's class, and which were rounded."""
     is_lossy = job.policy.mode in LOSSY_MODES
     return {STATES_KEY: states_entry(optimizer_class, entry.report["tensors"], is_lossy=is_lossy)}
 
 
 def save_tree(job: SaveJob, name: str, tree: Any, plan: Plan) -> FileEntry:
-    """Save another file of a checkpoint, encoded; UnstorableError names the key, and what was there is still there."""
+    """Encode and save another file of a checkpoint; UnstorableError names the key, and an older file stays intact."""
     with job.open_file(name) as file:
         written = encode_file(tree, plan, file)
     return _entry(file, written)

@@ -217,7 +217,7 @@ def test_whichever_call_of_a_rank_fails_all_ranks_say_the_same_and_the_checkpoin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", ["ShardedContents", "TrainWeightsWriter", "_shares"])
+@pytest.mark.parametrize("lost", ["ShardedContents", "TrainWeightsWriter", "_rank_tasks"])
 def test_whatever_fails_on_the_coordinator_alone_is_an_error_of_all_ranks(
     run: Path, lost: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
