@@ -188,11 +188,11 @@ def trains_adapters(subject: Subject, config: dict[str, Any]) -> None:
     try:
         callback = TrainWeightsCheckpointCallback()
         require_resume(lambda: with_adapters(subject.loaded(config), names), inputs, folder, callback)
-    except (DifferenceError, ValueError) as error:
+    except (DifferenceError, ValueError, NotImplementedError) as error:
         try:
             alone = subject.new_directory("alone")
             require_resume(lambda: with_adapters(subject.float_model(), names), inputs, alone)
-        except (DifferenceError, ValueError):
+        except (DifferenceError, ValueError, NotImplementedError):
             raise NotAskedError("Transformers and PEFT alone do not train or resume such adapters") from error
         raise
 
