@@ -42,6 +42,40 @@ def test_links_lead_to_files(path: Path) -> None:
     assert [link for link in links if not (path.parent / link).exists()] == []
 
 
+def anchors(path: Path) -> set[str]:
+    """Returns the anchors that the documentation's site gives the headings of a document."""
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    headings = (
+        re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    )
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
+def test_anchors_of_links_are_headings(path: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", path.read_text(encoding="utf-8"))
+    assert [link for link in links if link[1] not in anchors(path.parent / link[0] if link[0] else path)] == []
+
+
+def test_each_generated_table_is_in_one_document() -> None:
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "benchmarks" / "tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    text = "\n".join(path.read_text(encoding="utf-8") for path in tables.DOCUMENTS)
+    assert {name: text.count(f"<!-- {name}: ") for name in tables.TABLES if text.count(f"<!-- {name}: ") != 1} == {}
+
+
+# Pages for users, which lead to pages of measurements, files and reasons.
+MOST_LINES = {"performance": 200, "checkpoint": 200, "export": 200, "design": 150}
+
+
+@pytest.mark.parametrize("page", MOST_LINES)
+def test_a_page_for_users_is_short(page: str) -> None:
+    assert len((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").splitlines()) <= MOST_LINES[page]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
 def test_python_examples_parse(path: Path) -> None:
@@ -87,7 +121,7 @@ def _exists(span: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("page", ["checkpoint", "distributed"])
+@pytest.mark.parametrize("page", ["measured/checkpoints", "distributed"])
 def test_the_tests_that_a_page_names_exist(page: str) -> None:
     text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
     named = set(re.findall(r"(tests/\S+\.py)::(\w+)", text))

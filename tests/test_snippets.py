@@ -49,13 +49,15 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [path for path in DOCUMENTS if program(path.read_text("utf-8")).strip()]
 
 
-# One page exports by every function, which takes longer than all others; tests of these functions run by default.
-EXPORTS = ROOT / "docs" / "export.md"
+# These pages export by every function, which takes longer than all others; tests of these functions run by default.
+EXPORTS = [page for page in PAGES if page.parent.name == "export"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "page", [*(page for page in PAGES if page != EXPORTS), *exhaustive(EXPORTS)], ids=lambda page: page.name
+    "page",
+    [*(page for page in PAGES if page not in EXPORTS), *exhaustive(*EXPORTS)],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
 )
 def test_examples_of_a_page_run(page: Path, samples: Path, tmp_path: Path) -> None:
     shutil.copytree(samples, tmp_path, dirs_exist_ok=True)

@@ -1,4 +1,4 @@
-"""The tables about checkpoints in README.md and docs/checkpoint.md; `benchmarks/tables.py` puts them there."""
+"""The tables about checkpoints in docs/checkpoint.md and docs/measured/checkpoints.md; `benchmarks/tables.py` puts them there."""
 
 from __future__ import annotations
 

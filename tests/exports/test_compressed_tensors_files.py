@@ -40,7 +40,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 
 
-# What docs/export.md says that the oldest supported Transformers does not read, or not exactly.
+# What docs/export/compressed_tensors.md says that the oldest supported Transformers does not read, or not exactly.
 OLD_READER = Version(transformers.__version__) < Version("5.18")
 NOT_BY_5_17 = pytest.mark.skipif(OLD_READER, reason="Transformers 5.17 initializes T5's dequantized Linears by name")
 

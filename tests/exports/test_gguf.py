@@ -198,7 +198,7 @@ def test_a_file_says_which_part_of_each_head_turns_and_transformers_takes_its_de
     half = model.config.hidden_size // model.config.num_attention_heads // 2
     assert fields(tmp_path / "model.gguf")[f"{key}.rope.dimension_count"] == half
     config = transformers.AutoConfig.from_pretrained(tmp_path, gguf_file="model.gguf")
-    # docs/export.md says so; where a reader keeps it, that sentence goes.
+    # docs/export/gguf.md says so; where a reader keeps it, that sentence goes.
     assert config.rope_parameters.get("partial_rotary_factor") != 0.5
 
 

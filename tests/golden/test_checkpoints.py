@@ -78,7 +78,7 @@ def golden(mode: str) -> Path:
 
 
 def structure(file: Path) -> dict[str, Any]:
-    """Return the JSON object of an encoded file as docs/checkpoint.md describes it, without its digest."""
+    """Return the JSON object of an encoded file as docs/checkpoint_files.md describes it, without its digest."""
     (text,) = (text for text in texts_in(file) if "storages" in text)
     return json.loads(text[64:].replace("\u00b7", "."))
 
