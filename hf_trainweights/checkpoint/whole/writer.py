@@ -5,7 +5,7 @@ weights outside the run, such as those that a fine-tune starts from. All checkpo
 from the first one on. The run needs no full checkpoint, neither at the beginning nor after some saves, because a
 difference to the base stays far smaller than full weights.
 
-docs/checkpoint.md lists the files that a directory may hold.
+docs/checkpoint_files.md lists the files that a directory may hold.
 """
 
 from __future__ import annotations
