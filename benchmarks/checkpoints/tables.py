@@ -1,4 +1,4 @@
-"""The tables about checkpoints in docs/checkpoint.md and docs/measured/checkpoints.md; `benchmarks/tables.py` puts them there."""
+"""The tables about checkpoints, which `benchmarks/tables.py` puts into docs/checkpoint.md and docs/measured."""
 
 from __future__ import annotations
 
