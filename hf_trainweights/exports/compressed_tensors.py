@@ -27,7 +27,7 @@ from hf_trainweights.files.safetensors_file import MAX_SHARD_SIZE, TensorToWrite
 from hf_trainweights.files.staging import staged_files
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.host.checkpoints import checkpoint_tensors, names_not_saved
-from hf_trainweights.models.host.renaming import renamed_by_load
+from hf_trainweights.models.host.renaming import merged_by_load, renamed_by_load, splits_on_load
 from hf_trainweights.models.saving.new_directories import copy_companions, write_config
 from hf_trainweights.models.saving.saved_tensors import matrices_in_checkpoint
 from hf_trainweights.models.saving.saving import is_replaced
@@ -42,6 +42,9 @@ _SCHEMES = {
 
 # The module of one expert in a checkpoint. Among several groups Transformers applies the one with "experts" to experts.
 _EXPERT_MODULE = r".*\.experts\.\d+\..*"
+
+# The names by which Transformers takes a tensor to be part of a quantized weight, at the first match in its name.
+_SERIALIZED = re.compile(r"weight(_scale|_zero_point|_global_scale|_packed|_shape)?(?!\w)")
 
 _BYTES_PER_WORD = 4
 
@@ -89,6 +92,7 @@ def lay_out(model: PreTrainedModel) -> tuple[dict[str, TensorToWrite], dict[str,
     others = {name: tensor for name, tensor in state_dict.items() if name not in left_out}
     plain = checkpoint_tensors(model, others)
     _check_float_experts(model, plain)
+    plain = _unmerged(model, others, plain)
     tensors = {name: TensorToWrite.of(tensor) for name, tensor in plain.items()}
     shapes = {name: weight.stored_shape for name, weight in quantized.items()}
     for name, matrices in matrices_in_checkpoint(model, shapes).items():
@@ -101,6 +105,7 @@ def lay_out(model: PreTrainedModel) -> tuple[dict[str, TensorToWrite], dict[str,
                 weight = quantized.pop(name)
                 named = {saved_name: TensorToWrite(tuple(weight.shape), weight.dtype, weight.dequantize)}
             tensors |= named
+    _check_reader(model, others)
     return dict(sorted(tensors.items())), _configure(model, quantized)
 
 
@@ -111,7 +116,34 @@ def _is_found(model: PreTrainedModel, name: str, saved_name: str, tensor_names: 
     routers. Such a weight is written in float, so that every reader finds it.
     """
     renamed = renamed_by_load(model, tensor_names)
+    first = _SERIALIZED.search(name)
+    if first is None or name[first.start() :] != "weight":
+        return False
     return all(renamed[tensor] == name + tensor.removeprefix(saved_name) for tensor in tensor_names)
+
+
+def _unmerged(model: PreTrainedModel, own: Mapping[str, Tensor], plain: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the float tensors of a checkpoint. Those that a load would merge have the model's own names.
+
+    Transformers drops float tensors that it would merge in a quantized model, and reads merged ones.
+    """
+    merged = merged_by_load(model, plain)
+    names = set(merged.values())
+    if not_read := [name for name in names if name not in own or merged_by_load(model, [name])]:
+        next_step = "Load the directory of a save with this package instead."
+        raise _unsupported(sorted(not_read), "float weights that a load merges", next_step)
+    kept = {name: tensor for name, tensor in plain.items() if name not in merged}
+    return kept | {name: own[name] for name in names}
+
+
+def _check_reader(model: PreTrainedModel, others: Mapping[str, Tensor]) -> None:
+    """Check that Transformers reads a quantized model of this class at all."""
+    next_step = "Load the directory of a save with this package instead."
+    if patterns := splits_on_load(model):
+        raise _unsupported(patterns, "weights that a load splits", next_step)
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if buffers := [name for name in others if name not in parameters and _SERIALIZED.search(name)]:
+        raise _unsupported(buffers, "buffers that a reader takes for weights", next_step)
 
 
 def pack(codes: Tensor) -> Tensor:
@@ -189,13 +221,13 @@ def _configure(model: PreTrainedModel, weights: Mapping[str, QuantizedTensor]) -
     modules = {n.rpartition(".")[0]: weight.format for n, weight in weights.items() if weight.dim() == 2}
     experts = {weight.format for weight in weights.values() if weight.dim() == 3}
     counts = Counter(modules.values())
-    formats = sorted({*modules.values(), *experts}, key=lambda form: (-counts[form], str(form)))
-    groups = {}
-    for number, form in enumerate(formats):
-        targets = ["Linear"] if number == 0 else [module for module in modules if modules[module] == form]
-        if form in experts and len(formats) > 1:
-            targets.append(f"re:{_EXPERT_MODULE}")
-        groups[f"group_{number}"] = _group(form, targets)
+    formats = sorted(counts, key=lambda form: (-counts[form], str(form))) or [*experts]
+    targets = [["Linear"], *([name for name in modules if modules[name] == form] for form in formats[1:])]
+    if experts != {*formats}:
+        # A group that names experts is for them alone: Transformers then reads dense weights by another one.
+        formats += experts
+        targets += [[f"re:{_EXPERT_MODULE}"] for _ in experts]
+    groups = {f"group_{n}": _group(form, names) for n, (form, names) in enumerate(zip(formats, targets, strict=True))}
     layouts = {group["format"] for group in groups.values()}
     return {
         "quant_method": "compressed-tensors",

@@ -201,7 +201,14 @@ def trains_float_parts(subject: Subject, config: dict[str, Any]) -> None:
     """A resume of training the float weights has them to the bit."""
     inputs, callback = _known(subject.inputs), TrainWeightsCheckpointCallback()
     folder = subject.new_directory("trained")
-    require_resume(lambda: with_float_parts(subject.loaded(config)), inputs, folder, callback)
+    try:
+        require_resume(lambda: with_float_parts(subject.loaded(config)), inputs, folder, callback)
+    except ValueError as error:
+        try:
+            require_resume(lambda: with_float_parts(subject.float_model()), inputs, subject.new_directory("alone"))
+        except ValueError:
+            raise NotAskedError("Transformers alone does not resume the float model") from error
+        raise
 
 
 def float_checkpoint(subject: Subject, _: dict[str, Any]) -> None:

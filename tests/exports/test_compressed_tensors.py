@@ -11,6 +11,7 @@ import torch
 from architectures import ARCHITECTURES
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationConfig
+from every_architecture.models import one_of_each_type
 from peft import LoraConfig
 from torch import nn
 from transformers import PreTrainedModel
@@ -195,6 +196,55 @@ def test_weights_that_the_checkpoint_merges_are_refused() -> None:
     model._weight_conversions = [WeightConverter(["self_attn.kv_proj.weight"], parts, [Chunk(dim=0)])]
     with pytest.raises(UnsupportedError, match=r"k_proj\.weight: .*splits, merges or reorders"):
         laid_out(model)
+
+
+def of_every_architecture(model_type: str, **config: Any) -> PreTrainedModel:
+    model = next(each for each in one_of_each_type() if each.model_type == model_type).build()
+    quantize_(model, TrainWeightsConfig(**config))
+    return model
+
+
+def test_experts_and_dense_weights_of_one_format_do_not_share_a_group_with_others_beside_them() -> None:
+    overrides = {"re:.*o_proj": "float8_e4m3"}
+    config = laid_out(quantized("qwen3_moe", **INT4, overrides=overrides))[1]
+    groups = [(group["weights"]["num_bits"], group["targets"]) for group in config["config_groups"].values()]
+    assert groups == [
+        (4, ["Linear"]),
+        (8, [f"model.layers.{layer}.self_attn.o_proj" for layer in range(2)]),
+        (4, [r"re:.*\.experts\.\d+\..*"]),
+    ]
+
+
+@pytest.mark.parametrize("model_type", ["olmo_hybrid", "kimi_linear"])
+def test_float_weights_that_a_load_merges_are_written_merged(model_type: str) -> None:
+    model = of_every_architecture(model_type, format="int8")
+    tensors, _ = laid_out(model)
+    own = {name: tensor for name, tensor in model.state_dict().items() if name.endswith(".conv1d.weight")}
+    assert own
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in own.items())
+    assert not any("q_conv1d" in name for name in tensors)
+
+
+def test_a_weight_of_a_module_that_is_named_weight_is_written_in_float() -> None:
+    model = of_every_architecture("qwen4_exp_text", format="int8")
+    tensors, config = laid_out(model)
+    name = "model.layers.0.mlp_hyper_connection.block_inject_weight"
+    weight = model.get_submodule(name).weight
+    assert torch.equal(tensors[f"{name}.weight"], weight.dequantize())
+    assert name in config["ignore"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "found"),
+    [
+        ("rt_detr", r"normalization\.weight: .*found buffers that a reader takes for weights"),
+        ("maskformer", r"criterion\.empty_weight: .*found buffers that a reader takes for weights"),
+        ("dinov2", r"weights_in\.weight: .*found weights that a load splits"),
+    ],
+)
+def test_a_class_that_transformers_does_not_read_is_refused(model_type: str, found: str) -> None:
+    with pytest.raises(UnsupportedError, match=found):
+        laid_out(of_every_architecture(model_type, format="int8"))
 
 
 def test_adapters_are_refused() -> None:

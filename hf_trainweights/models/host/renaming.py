@@ -141,6 +141,29 @@ def renamed_by_load(model: PreTrainedModel, names: Iterable[str]) -> dict[str, s
     return {name: _renamed(name, renamings) for name in names}
 
 
+def merged_by_load(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """Return the parameter of each tensor of a checkpoint that a converter of weights merges or changes."""
+    renamed = renamed_by_load(model, names)
+    parameters: dict[str, str] = {}
+    for converter in _converters_of_weights(model):
+        for name in renamed.keys() - parameters.keys():
+            parameter, pattern = converter.rename_source_key(renamed[name])
+            if pattern is not None:
+                parameters[name] = parameter
+    return parameters
+
+
+def splits_on_load(model: PreTrainedModel) -> list[str]:
+    """Return the patterns of the weights that a load of this class splits into several."""
+    splits = [item for item in _converters_of_weights(model) if len(item.target_patterns) > 1]
+    return [pattern for item in splits for pattern in item.source_patterns]
+
+
+def _converters_of_weights(model: PreTrainedModel) -> list[Any]:
+    converters = [item for item in conversions_to_load(model) if isinstance(item, WeightConverter)]
+    return [item for item in converters if all(source.endswith(".weight") for source in item.source_patterns)]
+
+
 def renamed_by_save(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     """Return the names that a save gives to tensors that it only renames."""
     reverts = [conversion.reverse_transform() for conversion in conversions_to_revert(model)[::-1]]
