@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers import (
     BartConfig,
@@ -38,6 +40,8 @@ from hf_trainweights.errors import ConfigError
 from hf_trainweights.kernels.compiled import is_available
 
 pytestmark = pytest.mark.slow
+OLD = Version(transformers.__version__) < Version("5.18")
+NOT_BY_5_17 = pytest.mark.skipif(OLD, reason="an assistant with a window fails in Transformers 5.17 with its own cache")
 
 VOCAB, WINDOW, NEW_TOKENS = 300, 40, 12
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": VOCAB}
@@ -112,17 +116,17 @@ def test_generating_gives_what_transformers_cache_gives(way: str, make: Any, kin
             assert (own - exact).norm() <= LIMITS[kind] * exact.norm()
 
 
-def test_an_assistant_proposes_tokens_that_are_taken_back() -> None:
+@pytest.mark.parametrize("make", [llama, pytest.param(mistral, marks=NOT_BY_5_17)])
+def test_an_assistant_proposes_tokens_that_are_taken_back(make: Callable[[], Any]) -> None:
     torch.manual_seed(0)
-    for make in (llama, mistral):
-        model = make()
-        assistant = copy.deepcopy(model)
-        for parameter in assistant.parameters():
-            parameter.data *= 0.9
-        options = {"assistant_model": assistant, "max_new_tokens": 3 * NEW_TOKENS}
-        expected = generate(model, prompt(batch=1), **options)
-        found = generate(model, prompt(batch=1), KVCache(model.config, "bf16"), **options)
-        assert torch.equal(found.sequences, expected.sequences)
+    model = make()
+    assistant = copy.deepcopy(model)
+    for parameter in assistant.parameters():
+        parameter.data *= 0.9
+    options = {"assistant_model": assistant, "max_new_tokens": 3 * NEW_TOKENS}
+    expected = generate(model, prompt(batch=1), **options)
+    found = generate(model, prompt(batch=1), KVCache(model.config, "bf16"), **options)
+    assert torch.equal(found.sequences, expected.sequences)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

@@ -8,10 +8,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import transformers
 from architectures import ARCHITECTURES
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationConfig
 from every_architecture.models import one_of_each_type
+from packaging.version import Version
 from peft import LoraConfig
 from torch import nn
 from transformers import PreTrainedModel
@@ -22,6 +24,8 @@ from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.exports.compressed_tensors import lay_out, pack
 from hf_trainweights.formats.int8 import Int8
 
+OLD = Version(transformers.__version__) < Version("5.18")
+NOT_BY_5_17 = pytest.mark.skipif(OLD, reason="Transformers 5.17 splits no weight of this class")
 INT4 = {"format": "int4", "group_size": 32}
 EXPERTS = "model.layers.*.mlp.experts."
 
@@ -239,7 +243,7 @@ def test_a_weight_of_a_module_that_is_named_weight_is_written_in_float() -> None
     [
         ("rt_detr", r"normalization\.weight: .*found buffers that a reader takes for weights"),
         ("maskformer", r"criterion\.empty_weight: .*found buffers that a reader takes for weights"),
-        ("dinov2", r"weights_in\.weight: .*found weights that a load splits"),
+        pytest.param("dinov2", r"weights_in\.weight: .*found weights that a load splits", marks=NOT_BY_5_17),
     ],
 )
 def test_a_class_that_transformers_does_not_read_is_refused(model_type: str, found: str) -> None:
