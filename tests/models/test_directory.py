@@ -13,13 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
 from architectures import ARCHITECTURES
 from covering import exhaustive
 from fresh_process import run_command
-from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, ResNetConfig, ResNetModel
 
@@ -358,10 +356,6 @@ def test_only_regular_files_are_copied(llama: Path, tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "out").rglob("*")} == expected
 
 
-@pytest.mark.skipif(
-    Version(huggingface_hub.__version__) < Version("2"),
-    reason="fails with huggingface_hub 1 and Transformers 5.17, for a cause that is not known yet",
-)
 @pytest.mark.slow
 def test_a_model_in_the_cache_of_the_hub_is_found_by_its_name(llama: Path, tmp_path: Path) -> None:
     (llama / "tokenizer.json").write_text("{}")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, snapshot_download
 from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError
@@ -77,7 +77,13 @@ def copy_companions(source: str | os.PathLike[str], out: Path) -> None:
         if not folder.is_dir():
             folder = Path(snapshot_download(str(source), ignore_patterns=[*_LEFT_BEHIND, "*/*"]))
             names = [*_FOLDERS, *map(glob.escape, _module_folders(folder))]
-            snapshot_download(str(source), revision=folder.name, allow_patterns=[f"{name}/*" for name in names])
+            # huggingface_hub 1 asks the Hub about a commit even in offline mode, unless told not to.
+            snapshot_download(
+                str(source),
+                revision=folder.name,
+                allow_patterns=[f"{name}/*" for name in names],
+                local_files_only=constants.HF_HUB_OFFLINE,
+            )
         files = companions(folder)
     for path in files:
         target = out / path.relative_to(folder)
