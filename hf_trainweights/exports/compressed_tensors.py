@@ -132,8 +132,8 @@ def _unmerged(model: PreTrainedModel, own: Mapping[str, Tensor], plain: Mapping[
     if not_read := [name for name in names if name not in own or merged_by_load(model, [name])]:
         next_step = "Load the directory of a save with this package instead."
         raise _unsupported(sorted(not_read), "float weights that a load merges", next_step)
-    kept = {name: tensor for name, tensor in plain.items() if name not in merged}
-    return kept | {name: own[name] for name in names}
+    unmerged = {name: tensor for name, tensor in plain.items() if name not in merged}
+    return unmerged | {name: own[name] for name in names}
 
 
 def _check_reader(model: PreTrainedModel, others: Mapping[str, Tensor]) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, Qwen3NextConfig
+from transformers import LlamaConfig, PreTrainedModel, Qwen3NextConfig
 
 from hf_trainweights import KVCache
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
@@ -45,12 +45,19 @@ def test_what_is_generated_from_a_loaded_cache_is_the_same(kind: Any, count: int
 
 
 @torch.no_grad()
-def test_a_window_goes_on_where_it_was(tmp_path: Path) -> None:
+def saved_window(path: Path) -> tuple[PreTrainedModel, KVCache]:
+    """Save a cache that has dropped the tokens before its window, and return it with its model."""
     model = mistral()
     cache = KVCache(model.config, "int8")
     for _ in range(12):
         model(prompt(40)["input_ids"], past_key_values=cache)
-    cache.save(tmp_path / "a.safetensors")
+    cache.save(path)
+    return model, cache
+
+
+@torch.no_grad()
+def test_a_window_goes_on_where_it_was(tmp_path: Path) -> None:
+    model, cache = saved_window(tmp_path / "a.safetensors")
     loaded = KVCache.load(tmp_path / "a.safetensors", model.config)
     assert loaded.get_seq_length() == 480
     found, expected = (model(prompt(3)["input_ids"], past_key_values=each).logits for each in (loaded, cache))
@@ -92,13 +99,8 @@ def test_the_cache_of_another_model_is_refused(config: Any, message: str, tmp_pa
         KVCache.load(tmp_path / "a.safetensors", config)
 
 
-@torch.no_grad()
 def test_a_window_is_no_cache_of_all_tokens(tmp_path: Path) -> None:
-    model = mistral()
-    cache = KVCache(model.config, "int8")
-    for _ in range(12):
-        model(prompt(40)["input_ids"], past_key_values=cache)
-    cache.save(tmp_path / "a.safetensors")
+    saved_window(tmp_path / "a.safetensors")
     with pytest.raises(ConfigError, match="all tokens, found those of a sliding window"):
         KVCache.load(tmp_path / "a.safetensors", LlamaConfig(**SIZES))
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
+from oldest_transformers import not_by_5_17
 from torch import Tensor
 from transformers import (
     BartConfig,
@@ -40,8 +39,7 @@ from hf_trainweights.errors import ConfigError
 from hf_trainweights.kernels.compiled import is_available
 
 pytestmark = pytest.mark.slow
-OLD = Version(transformers.__version__) < Version("5.18")
-NOT_BY_5_17 = pytest.mark.skipif(OLD, reason="an assistant with a window fails in Transformers 5.17 with its own cache")
+NOT_BY_5_17 = not_by_5_17("an assistant with a window fails in Transformers 5.17 with its own cache")
 
 VOCAB, WINDOW, NEW_TOKENS = 300, 40, 12
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": VOCAB}

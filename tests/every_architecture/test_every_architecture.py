@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from covering import by_default
 from every_architecture import cells, worker
 from every_architecture.__main__ import changes
@@ -19,13 +18,12 @@ from every_architecture.cells import Subject
 from every_architecture.configurations import WIDTH, small_config
 from every_architecture.models import Architecture, architectures, one_of_each_type
 from every_architecture.worker import RED, RIGHT, Answer, answers, ask
-from packaging.version import Version
+from oldest_transformers import not_by_5_17
 from transformers import Trainer
 
 from hf_trainweights import QuantizedTensor, TrainWeightsCheckpointCallback
 
 pytestmark = pytest.mark.slow
-OLD = Version(transformers.__version__) < Version("5.18")
 
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "every_architecture.json"
 # Of different kinds: an encoder, transposed weights, two towers, an encoder with a decoder for sounds.
@@ -33,7 +31,7 @@ SAMPLE = ["bert BertForMaskedLM", "gpt2 GPT2LMHeadModel", "clip CLIPModel", "whi
 BERT = Architecture("bert", "BertForMaskedLM")
 
 
-@pytest.mark.skipif(OLD, reason="the record is that of a newer Transformers, which reads other names")
+@not_by_5_17("the record is that of a newer Transformers, which reads other names")
 @pytest.mark.parametrize("name", by_default(SAMPLE, list(map(str, one_of_each_type()))))
 def test_an_architecture_has_no_cell_that_is_newly_wrong(name: str) -> None:
     model_type, class_name = name.split()

@@ -8,12 +8,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-import transformers
 from architectures import ARCHITECTURES
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationConfig
 from every_architecture.models import one_of_each_type
-from packaging.version import Version
+from oldest_transformers import not_by_5_17
 from peft import LoraConfig
 from torch import nn
 from transformers import PreTrainedModel
@@ -24,8 +23,7 @@ from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.exports.compressed_tensors import lay_out, pack
 from hf_trainweights.formats.int8 import Int8
 
-OLD = Version(transformers.__version__) < Version("5.18")
-NOT_BY_5_17 = pytest.mark.skipif(OLD, reason="Transformers 5.17 splits no weight of this class")
+NOT_BY_5_17 = not_by_5_17("Transformers 5.17 splits no weight of this class")
 INT4 = {"format": "int4", "group_size": 32}
 EXPERTS = "model.layers.*.mlp.experts."
 

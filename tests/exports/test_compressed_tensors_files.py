@@ -13,7 +13,7 @@ import torch
 import transformers
 from architectures import ARCHITECTURES, outputs
 from covering import exhaustive
-from packaging.version import Version
+from oldest_transformers import IS_OLDEST, not_by_5_17
 from safetensors.torch import load_file
 from stock_reader import StockReader
 from torch import nn
@@ -41,8 +41,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 
 # What docs/export/compressed_tensors.md says that the oldest supported Transformers does not read, or not exactly.
-OLD_READER = Version(transformers.__version__) < Version("5.18")
-NOT_BY_5_17 = pytest.mark.skipif(OLD_READER, reason="Transformers 5.17 initializes T5's dequantized Linears by name")
+NOT_BY_5_17 = not_by_5_17("Transformers 5.17 initializes T5's dequantized Linears by name")
 
 
 @pytest.fixture
@@ -82,7 +81,7 @@ def files_in(directory: Path) -> dict[str, bytes]:
 def test_stock_transformers_computes_the_same(
     tmp_path: Path, reader: StockReader, architecture: str, name: str, dtype: torch.dtype
 ) -> None:
-    if OLD_READER and (architecture, name, dtype) == ("qwen3_moe", "float8", torch.float32):
+    if IS_OLDEST and (architecture, name, dtype) == ("qwen3_moe", "float8", torch.float32):
         pytest.skip("Transformers 5.17 casts float8 experts to bfloat16")
     config = dict(FORMATS[name])
     if architecture == "llama_tied" and name == "mixed":

@@ -10,7 +10,7 @@ import gguf
 import pytest
 import transformers
 from gguf import TokenType
-from packaging.version import Version
+from oldest_transformers import not_by_5_17
 from tiny_tokenizers import (
     CHAT_TEMPLATE,
     FALCON,
@@ -45,8 +45,7 @@ TEKKEN = (
     r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # The models of a file it reads as later versions do.
-OLD_READER = Version(transformers.__version__) < Version("5.18")
-NOT_BY_5_17 = pytest.mark.skipif(OLD_READER, reason="Transformers 5.17 makes other tokenizers of a GGUF file")
+NOT_BY_5_17 = not_by_5_17("Transformers 5.17 makes other tokenizers of a GGUF file")
 # llama.cpp's name for each.
 BYTE_LEVEL: dict[str, dict[str, Any]] = {
     "gpt-2": {},

@@ -11,7 +11,7 @@ import torch
 import transformers
 from architectures import DECODER, TEXT, VISION, randomize
 from fresh_process import run_fresh
-from packaging.version import Version
+from oldest_transformers import not_by_5_17
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -27,8 +27,7 @@ from hf_trainweights import (
 )
 from hf_trainweights.errors import UnsupportedError
 
-OLD = Version(transformers.__version__) < Version("5.18")
-NOT_BY_5_17 = pytest.mark.skipif(OLD, reason="Transformers 5.17 has not this class, or names its weights otherwise")
+NOT_BY_5_17 = not_by_5_17("Transformers 5.17 has not this class, or names its weights otherwise")
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
