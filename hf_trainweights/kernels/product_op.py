@@ -1,0 +1,144 @@
+"""The op by which compiled programs multiply on a CPU: PyTorch's dispatcher calls C, and no line of Python runs.
+
+`native/op.c` is the op. PyTorch exports the functions that it needs from version 2.8 on. Where it is not compiled, the
+op `hf_trainweights::linear` serves, which runs in Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from hf_trainweights.formats.base import Format
+from hf_trainweights.kernels import compiled
+from hf_trainweights.kernels.compiled import Product
+from hf_trainweights.kernels.cpu_features import ALL
+from hf_trainweights.native_library import load_library
+
+# As OP_ABI in native/op.c.
+_ABI = 1
+_PATH = Path(__file__).parent / "native" / "op.so"
+_SHIM = (
+    *("get_dtype", "get_dim", "get_sizes", "get_numel", "is_contiguous", "get_data_ptr", "delete_tensor_object"),
+    *("empty_strided", "library_init_impl", "library_impl"),
+)
+# The first fields of `Torch` in native/op.c: names that libtorch and the libraries below it export.
+_EXPORTED = (
+    *(f"aoti_torch_{name}" for name in _SHIM),
+    "_ZN2at15get_num_threadsEv",  # at::get_num_threads
+    "_ZN3c106detail14torchCheckFailEPKcS2_jS2_",  # c10::detail::torchCheckFail
+    "_ZdlPv",  # operator delete
+)
+
+# The bits that each field of `Weight` but N takes in the argument `weight`, the first field in the lowest bits.
+_WIDTHS = (17, 17, 2, 2, 2, 4, 8, 8, 1)
+_SCHEMA = (
+    "product(Tensor x, Tensor qdata, Tensor scale, Tensor? group_scale, Tensor? zero_point, Tensor? bias, int weight) "
+    "-> Tensor"
+)
+
+
+class _BuiltinOverload(OpOverload):
+    """An op that Python calls as a builtin: `OpOverload.__call__` takes .3 us, and does no more than this."""
+
+
+def multiply(x: Tensor, tensors: Sequence[Tensor], form: Format, bias: Tensor | None) -> Tensor | None:
+    """Return the product as an op of a program, or None if the op does not serve these arguments.
+
+    Args:
+        x: `[*, K]`, a tensor that a compiler traces with, on the CPU.
+        tensors: The stored tensors of a weight `[N, K]`, in the order of the format's `tensor_names`; contiguous.
+        form: Their format.
+        bias: `[N]` or None.
+    """
+    N, K = form.shape_of(tensors[0])
+    if not (type(N) is type(K) is int) or x.dim() == 0:
+        return None
+    product = compiled.find(form, N, K, x.dtype, tensors[1].dtype)
+    if product is None or not serves(product):
+        return None
+    M = x.numel() // K
+    if product.most_rows < ALL and not (type(M) is int and product.most_rows >= M):
+        return None
+    qdata, scale, group_scale, zero_point = [*tensors, None, None][:4]
+    bias = None if bias is None else bias.contiguous()
+    return _op()(x.contiguous(), qdata, scale, group_scale, zero_point, bias, pack(product))
+
+
+def pack(product: Product) -> int:
+    """Return the description of a product's weights, but for N, as one number."""
+    packed = 0
+    for value, width in zip(reversed(product.numbers), reversed(_WIDTHS), strict=True):
+        assert 0 <= value < 1 << width
+        packed = packed << width | value
+    return packed
+
+
+def serves(product: Product) -> bool:
+    """Return whether the op calls the library of a product."""
+    return _register(product.library)
+
+
+def describe() -> str:
+    """Return a text that changes with all that decides whether programs call the op, and how."""
+    library = compiled.loaded_library()
+    return f"{_SCHEMA}, {compiled.describe()}, {library is not None and _register(library)}"
+
+
+@functools.cache
+def _register(library: ctypes.CDLL) -> bool:
+    """Register the op, once in a process, and return whether it calls a library of products."""
+    op_library = load_library(_PATH, {"register_op": "ip"}, _ABI)
+    addresses = None if op_library is None else _exported()
+    if op_library is None or addresses is None or library is not compiled.loaded_library():
+        return False
+    addresses += [_address(library.product), _address(library.product_bytes)]
+    addresses += [
+        getattr(_torch_library(), f"aoti_torch_dtype_{name}")() for name in ("float32", "bfloat16", "float16")
+    ]
+    _op()
+    return op_library.register_op((ctypes.c_void_p * len(addresses))(*addresses)) == 0
+
+
+def _exported() -> list[int] | None:
+    """Return the addresses of `_EXPORTED`; None if a name is missing."""
+    try:
+        torch_library = _torch_library()
+        return [_address(getattr(torch_library, name)) for name in _EXPORTED]
+    except (OSError, AttributeError):
+        return None
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+@functools.cache
+def _torch_library() -> ctypes.CDLL:
+    folder = Path(torch.__file__).parent / "lib"
+    return ctypes.CDLL(str(next(folder.glob("libtorch_cpu.*"))))
+
+
+@functools.cache
+def _op() -> Any:
+    """Define the op in PyTorch's dispatcher, and return it."""
+    _LIBRARY.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
+    torch.library.register_fake("hf_trainweights::product", _empty, lib=_LIBRARY)
+    op = torch.ops.hf_trainweights.product.default
+    _BuiltinOverload.__call__ = op._op
+    op.__class__ = _BuiltinOverload
+    return op
+
+
+def _empty(x: Tensor, qdata: Tensor, scale: Tensor, *_: object) -> Tensor:
+    return x.new_empty((*x.shape[:-1], scale.shape[0]))
+
+
+_LIBRARY = torch.library.Library("hf_trainweights", "FRAGMENT")
