@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch._ops import OpOverload
 
 from hf_trainweights.formats.base import Format
 from hf_trainweights.kernels import compiled
+from hf_trainweights.kernels.arguments import MultiplyFew
 from hf_trainweights.kernels.compiled import Product
 from hf_trainweights.kernels.cpu_features import ALL
 from hf_trainweights.native_library import load_library
@@ -86,6 +88,27 @@ def serves(product: Product) -> bool:
     return _register(product.library)
 
 
+def prepare(product: Product, qdata: Tensor, scale: Tensor, groups: Sequence[Tensor]) -> MultiplyFew | None:
+    """Return the product of one weight with any x and bias that the op serves, and None for others; None without it.
+
+    The op checks its arguments itself: the same checks in Python would take as long as a small product.
+    """
+    if not serves(product):
+        return None
+    op, packed, most_elements = _op(), pack(product), min(sys.maxsize, product.most_rows * product.columns)
+    group_scale, zero_point = [*groups, None, None][:2]
+
+    def multiply_prepared(x: Tensor, bias: Tensor | None) -> Tensor | None:
+        if not x.is_cpu or x.numel() > most_elements:
+            return None
+        try:
+            return op(x, qdata, scale, group_scale, zero_point, bias, packed)
+        except RuntimeError:
+            return None
+
+    return multiply_prepared
+
+
 def describe() -> str:
     """Return a text that changes with all that decides whether programs call the op, and how."""
     library = compiled.loaded_library()
@@ -95,7 +118,7 @@ def describe() -> str:
 @functools.cache
 def _register(library: ctypes.CDLL) -> bool:
     """Register the op, once in a process, and return whether it calls a library of products."""
-    op_library = load_library(_PATH, {"register_op": "ip"}, _ABI)
+    op_library = _library()
     addresses = None if op_library is None else _exported()
     if op_library is None or addresses is None or library is not compiled.loaded_library():
         return False
@@ -105,6 +128,11 @@ def _register(library: ctypes.CDLL) -> bool:
     ]
     _op()
     return op_library.register_op((ctypes.c_void_p * len(addresses))(*addresses)) == 0
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    return load_library(_PATH, {"register_op": "ip"}, _ABI)
 
 
 def _exported() -> list[int] | None:
@@ -130,6 +158,8 @@ def _torch_library() -> ctypes.CDLL:
 def _op() -> Any:
     """Define the op in PyTorch's dispatcher, and return it."""
     _LIBRARY.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
+    # Programs and `prepare` call the op below autograd. PyTorch would look for a gradient of it at each call.
+    _LIBRARY.impl("product", torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake("hf_trainweights::product", _empty, lib=_LIBRARY)
     op = torch.ops.hf_trainweights.product.default
     _BuiltinOverload.__call__ = op._op

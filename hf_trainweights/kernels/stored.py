@@ -116,6 +116,9 @@ def prepare_few_rows(held: Mapping[str, Tensor], form: Format, dtype: torch.dtyp
     product = compiled.find(form, N, K, dtype, scale.dtype) if qdata.device.type == "cpu" else None
     if product is None:
         return None
+    multiply_few = None if DEBUG else product_op.prepare(product, qdata, scale, others)
+    if multiply_few is not None:
+        return multiply_few
     multiply_few = functools.partial(product, qdata, scale, tuple(others))
     return only_fitting(multiply_few, held, form, dtype, product.most_rows)
 

@@ -148,17 +148,3 @@ int32_t register_op(const Torch *functions) {
     registered = true;
     return 0;
 }
-
-// Multiply with a weight, a bias or NULL and addresses that Python has settled; `settled` outlives the call.
-typedef struct {
-    Weight weight;
-    const uint8_t *qdata;
-    const void *scale;
-    const uint8_t *group_scale, *zero_point;
-} Settled;
-
-void multiply_settled(const Settled *settled, const void *x, const void *bias, void *out, int64_t M, int threads) {
-    int8_t *memory = take_scratch(torch.product_bytes(&settled->weight, M, threads));
-    torch.product(&settled->weight, x, settled->qdata, settled->scale, bias, out, M, threads, memory,
-                  settled->group_scale, settled->zero_point);
-}
