@@ -107,10 +107,11 @@ def quantize_module(
     sha256 = None if batches is None else digest_of(batches)
     config = config.but(calibration_sha256=sha256)
     spill = None if directory is None else Spill(directory)
+    choices = choose(module, config)
     if config.needs_plan:
-        config = allocate(module, config, *measure_in_memory(module, config, batches, spill))
-    summary = choose(module, config)
-    check_choice(module, summary, config)
+        choices = allocate(choices, *measure_in_memory(choices, batches, spill))
+    check_choice(choices)
+    config, summary = choices.config, choices.summary
     todo = _checked(summary)
     if batches is not None and config.plan is None:
         require_gain(todo)
