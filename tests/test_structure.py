@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 ROOMS = (
     "errors",  # what goes wrong
     "lazy",  # names that are imported when they are asked for
+    "notebook",  # tables as HTML
     "native_library",  # functions in C, where they were compiled
     "formats",  # a float weight as plain tensors, and back
     "files",  # bytes on disk

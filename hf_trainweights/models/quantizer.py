@@ -14,18 +14,12 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.files.spill import Spill
 from hf_trainweights.models.budget.allocation import allocate
 from hf_trainweights.models.budget.measure import check_measurable, measure_checkpoint
+from hf_trainweights.models.choosing.advice import say_if_head_is_large, say_if_slow
 from hf_trainweights.models.choosing.config import QUANT_METHOD, TrainWeightsConfig
 from hf_trainweights.models.choosing.selection import Choices, check_choice, choose, survey
-from hf_trainweights.models.choosing.summary import (
-    Calibrated,
-    Summary,
-    check_not_empty,
-    say_if_head_is_large,
-    say_if_slow,
-)
+from hf_trainweights.models.choosing.summary import Calibrated, Summary, check_not_empty
 from hf_trainweights.models.host.checkpoints import (
     expect_unused,
     make_converter,
@@ -49,7 +43,7 @@ from hf_trainweights.models.loading.stored_weights import (
     check_weight_files,
 )
 from hf_trainweights.models.saving.hub import hub_id
-from hf_trainweights.models.saving.saved_tensors import flat_state_dict, revert_stored_apart
+from hf_trainweights.models.saving.saved_tensors import SaveRequest, flat_state_dict, revert_stored_apart
 from hf_trainweights.models.saving.saving import attach_methods
 from hf_trainweights.tensor.guards import NOTICE_NAME
 from hf_trainweights.tensor.modules import dequantize_weights, is_quantized
@@ -95,11 +89,8 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         self._model_bytes = 0
         # The choices for the model on the meta device and its files, while a budget still has to choose formats.
         self._to_allocate: tuple[Choices, Sequence[str]] | None = None
-        # A save sets these three on a copy of the quantizer: the state dict to save (None for the model's own), whether
-        # to write guards, and the files for coded tensors.
-        self.state_dict_to_save: Mapping[str, Any] | None = None
-        self.writes_guards = False
-        self.spill: Spill | None = None
+        # A save sets this on a copy of the quantizer.
+        self.save_request: SaveRequest | None = None
         # The gain of calibration, if the codes have just been chosen with texts.
         self.calibrated: Calibrated | None = None
         self._summary: Summary | None = None
@@ -276,9 +267,8 @@ class TrainWeightsHfQuantizer(HfQuantizer):
 
         safetensors would write an entry of ours and Transformers' own in random order, so two saves would differ.
         """
-        compress, state_dict = self.quantization_config.compress, self.state_dict_to_save
-        flat = flat_state_dict(model, self.state.default, state_dict, self.writes_guards, compress, self.spill)
-        if self.writes_guards:
+        flat = flat_state_dict(model, self.state.default, self.quantization_config.compress, self.save_request)
+        if self.save_request is not None:
             # The model is a copy, made for this save.
             revert_stored_apart(model, flat)
         return flat, {}

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import logging
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,14 +22,15 @@ from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.models.budget.allocation import Losses, check_loaded, relative_errors, rows_of, weights_to_allocate
-from hf_trainweights.models.budget.sensitivity import Batch, does_not_run, random_tokens, sensitivities
+from hf_trainweights.models.budget.sensitivity import random_tokens, sensitivities
 from hf_trainweights.models.choosing.selection import Choices
 from hf_trainweights.models.choosing.summary import Choice
 from hf_trainweights.models.host.checkpoints import NamedLoad, read_by
+from hf_trainweights.models.host.inputs import Batch, does_not_run
 from hf_trainweights.models.host.ranks import is_loaded_by_ranks
 from hf_trainweights.models.loading.conversion import LoadState, TrainWeightsQuantize, keep_in, rows_of_experts
 from hf_trainweights.models.loading.stored_weights import StoredWeight
-from hf_trainweights.tensor.modules import as_parameter, parameter_places, put_parameter
+from hf_trainweights.tensor.modules import as_parameter, parameter_places, substituted
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # The format that weights have while a forward pass measures how much each one matters; it is exact enough for that.
@@ -82,22 +83,6 @@ def _as_measured(
     in_int8 = (replace(choice, format=MEASURED_IN) for choice in floats)
     made = ((choice.weight, as_parameter(keep_in(spill, choice.quantize(choice.weight)))) for choice in in_int8)
     return substituted(parameter_places(module), made)
-
-
-@contextlib.contextmanager
-def substituted(
-    places: Mapping[int, list[tuple[nn.Module, str]]], weights: Iterable[tuple[nn.Parameter, nn.Parameter]]
-) -> Iterator[None]:
-    """Put other weights into a module within the context; each may be made when the ones before it are in place."""
-    changed = []
-    try:
-        for weight, other in weights:
-            changed.append(weight)
-            put_parameter(places[id(weight)], other)
-        yield
-    finally:
-        for weight in changed:
-            put_parameter(places[id(weight)], weight)
 
 
 def check_measurable(model: PreTrainedModel, files: Sequence[str]) -> None:
