@@ -629,6 +629,31 @@ def kv_cache_speed() -> str:
     return f"{table(header, rows)}\n\n{caption}"
 
 
+def beside_llama_cpp() -> str:
+    """Make the table of whole generation beside llama.cpp: milliseconds, and how many times as fast as its best."""
+    report = read("beside_llama_cpp")
+    columns = [(program, phase) for program, phases in _LLAMA_CPP_COLUMNS for phase in phases]
+    found = {(row["model"], row["format"], row["threads"], row["program"], row["phase"]): row for row in report["rows"]}
+    rows = []
+    for model, format_name, threads in dict.fromkeys(key[:3] for key in found):
+        cells = [found.get((model, format_name, threads, *column)) for column in columns]
+        times = ["" if row is None else f"{1e3 * row['seconds']:.0f} ({row['ratio']:.2f})" for row in cells]
+        rows.append([f"{model}, {format_name}, {threads} thread{'s' * (threads > 1)}", *times])
+    header = ["model", *(f"{_LLAMA_CPP_PHASES[phase]}, {program}" for program, phase in columns)]
+    machine = report["machine"]
+    caption = (
+        "Milliseconds, and in brackets how many times as fast as llama.cpp's faster way of holding weights, in the same "
+        f"round; medians of five rounds. {machine['cpu']}; llama-cpp-python {report['versions']['llama_cpp_python']}, "
+        f"torch {report['versions']['torch']}, transformers {report['versions']['transformers']}; {report['date']}, "
+        f"commit {report['commit'][:8]}."
+    )
+    return f"{table(header, rows)}\n\n{caption}"
+
+
+_LLAMA_CPP_COLUMNS = (("eager", ("prompt", "token", "batch")), ("compiled", ("token",)))
+_LLAMA_CPP_PHASES = {"prompt": "a prompt of 256", "token": "a token", "batch": "a token of four texts"}
+
+
 def kv_cache_errors() -> str:
     """Make the table of the error of attention for each kind of cache."""
     part = read("kv_cache")["errors"]
@@ -644,6 +669,7 @@ def architectures(make: Callable[[dict[str, Any]], str]) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "beside-llama-cpp": beside_llama_cpp,
     "kv-cache-speed": kv_cache_speed,
     "kv-cache-errors": kv_cache_errors,
     "architectures": partial(architectures, every_architecture.outcomes),
