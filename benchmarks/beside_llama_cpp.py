@@ -57,7 +57,6 @@ def ignore(level: int, text: bytes, data: Any) -> None:
     """Take a line of llama.cpp's log."""
 
 
-
 class Ours:
     """A quantized model in Transformers: eager, with the cache that `generate` takes."""
 

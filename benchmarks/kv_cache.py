@@ -2,8 +2,10 @@
 
 `python -m benchmarks.kv_cache` takes about 20 minutes on a machine that does nothing else, and writes
 `benchmarks/results/kv_cache.json` after each row; then `python -m benchmarks.tables` writes the tables of
-docs/kv_cache.md. `--only errors` or `speed` measures one half again. Caches are filled with random keys and values, so
-no prompt has to be processed; the weights are random and int4. Peers that are not installed are left out.
+docs/kv_cache.md and docs/measured/thresholds.md. `--only errors`, `speed` or `rows` measures one part again. Caches are
+filled with random keys and values, so no prompt has to be processed; the weights are random and int4. Peers that are
+not installed are left out. `ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2` before
+`--only rows` shows the rows of a CPU without AVX512.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +33,10 @@ from benchmarks.machine import commit, cpu_flags, cpu_name, versions
 from benchmarks.minilm import MODEL, minilm
 from hf_trainweights import KVCache, TrainWeightsConfig, quantize_
 from hf_trainweights.cache.stores import IntegerStore
+from hf_trainweights.kernels.attention import attend
 
 RESULTS = Path(__file__).parent / "results" / "kv_cache.json"
+LIMIT = os.environ.get("ONEDNN_MAX_CPU_ISA")
 MODELS: dict[str, dict[str, int]] = {
     "0.5B": {
         "hidden_size": 896,
@@ -202,7 +207,49 @@ def attention_error(query: Tensor, key: Tensor, value: Tensor, scheme: str, fact
     return (error.norm() / exact.norm()).item()
 
 
-PARTS: dict[str, Callable[[dict[str, str]], Iterator[dict[str, Any]]]] = {"errors": errors, "speed": speed}
+# Heads of keys, query heads for each, columns, tokens, bits of the codes.
+SHAPES = ((2, 7, 64, 8192, 8), (8, 4, 64, 8192, 8), (8, 1, 128, 4096, 8), (8, 4, 128, 4096, 4))
+ROWS = (8, 16, 32, 64, 128, 256)
+
+
+@torch.inference_mode()
+def rows(failures: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """Yield for each shape and number of tokens at once how many times as fast codes are as dequantizing and SDPA."""
+    torch.set_num_threads(1)
+    for heads, shared, columns, tokens, bits in SHAPES:
+        states = torch.randn(2, 1, heads, tokens, columns).bfloat16()
+        counted = torch.ones(1, tokens, dtype=torch.bool)
+        keys, values = (IntegerStore.of(x, bits, side == 0, counted) for side, x in enumerate(states))
+        for count in ROWS:
+            query = torch.randn(1, heads * shared, count, columns).bfloat16()
+            mask = torch.ones(1, 1, count, tokens, dtype=torch.bool).tril(tokens - count)
+            ways = (partial(by_codes, query, keys, values, mask), partial(by_floats, query, keys, values, mask))
+            rounds = [[_seconds(way) for way in ways] for _ in range(ROUNDS)]
+            ratio = statistics.median(floats / codes for codes, floats in rounds)
+            sizes = {"heads": heads, "shared": shared, "columns": columns, "tokens": tokens, "bits": bits}
+            yield {**sizes, "rows": count, "rows_of_head": shared * count, "speedup": ratio}
+
+
+def by_codes(query: Tensor, keys: IntegerStore, values: IntegerStore, mask: Tensor) -> Tensor | None:
+    return attend(query, keys.stored, values.stored, slice(0, keys.length), query.shape[-1] ** -0.5, mask)
+
+
+def by_floats(query: Tensor, keys: IntegerStore, values: IntegerStore, mask: Tensor) -> Tensor:
+    dense = keys.load(0, query.dtype), values.load(0, query.dtype)
+    return F.scaled_dot_product_attention(query, *dense, mask, enable_gqa=True)
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    start = time.thread_time()
+    call()
+    return time.thread_time() - start
+
+
+PARTS: dict[str, Callable[[dict[str, str]], Iterator[dict[str, Any]]]] = {
+    "errors": errors,
+    "speed": speed,
+    "rows": rows,
+}
 
 
 def main() -> None:
@@ -215,11 +262,11 @@ def main() -> None:
         date = str(datetime.date.today())
         facts = {"machine": machine, "versions": versions("hqq"), "commit": commit(), "date": date}
         failures: dict[str, str] = {}
-        rows: list[dict[str, Any]] = []
+        measured: list[dict[str, Any]] = []
         for row in PARTS[part](failures):
-            rows.append(row)
+            measured.append(row)
             print(row, flush=True)
-            report[part] = {**facts, "rows": rows, "failures": failures}
+            report[f"{part}, {LIMIT}" if LIMIT else part] = {**facts, "rows": measured, "failures": failures}
             RESULTS.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
