@@ -1,6 +1,6 @@
 """Whole generation beside llama.cpp: the same codes in both, a prompt of 256 tokens, then 32 tokens.
 
-`PYTHONPATH=tests python -m benchmarks.beside_llama_cpp` takes about 25 minutes where `llama-cpp-python` is there. It
+`python -m benchmarks.beside_llama_cpp` takes about 25 minutes where `llama-cpp-python` is there. It
 writes `benchmarks/results/beside_llama_cpp.json` after each model; then `python -m benchmarks.tables` writes the table
 of docs/measured/models.md. The weights are random. int8 and int4 in groups of 32, embeddings too, are written for
 llama.cpp as Q8_0 and Q4_0 by `export_gguf`, so both programs multiply the same codes. They take turns within a round.
@@ -10,7 +10,6 @@ With one thread the figures are CPU time, which no neighbour stretches; with mor
 from __future__ import annotations
 
 import argparse
-import ctypes
 import datetime
 import json
 import os
@@ -23,13 +22,13 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import llama_cpp
 import torch
-from tiny_tokenizers import byte_level
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
+from benchmarks.llama_cpp_runs import LlamaCpp, instructions
 from benchmarks.machine import commit, cpu_flags, cpu_name, versions
 from hf_trainweights import TrainWeightsConfig, export_gguf, quantize_
+from tests.tiny_tokenizers import byte_level
 
 RESULTS = Path(__file__).parent / "results" / "beside_llama_cpp.json"
 
@@ -46,15 +45,31 @@ PROMPT_TOKENS = 256
 NEW_TOKENS = 32
 BATCH = 4
 ROUNDS = 5
+Clock = Callable[[], float]
 # llama.cpp keeps weights as they lie in the file, or packs them anew for the instructions of the processor.
 BUFFERS = {"llama.cpp, plain": False, "llama.cpp, packed": True}
 
-Clock = Callable[[], float]
 
+class Peer(LlamaCpp):
+    """llama.cpp with a file of the same codes."""
 
-@llama_cpp.llama_log_callback
-def ignore(level: int, text: bytes, data: Any) -> None:
-    """Take a line of llama.cpp's log."""
+    def run(self, clock: Clock) -> dict[str, float]:
+        """Return the seconds of the prompt, of a token after it, and of a step of `BATCH` texts."""
+        self.forget()
+        start = clock()
+        self.decode([(index, 0) for index in range(PROMPT_TOKENS)], last_only=True)
+        prompt = clock() - start
+        token = self._steps(PROMPT_TOKENS, 1, clock)
+        self.forget()
+        for text in range(BATCH):
+            self.decode([(index, text) for index in range(16)], last_only=True)
+        return {"prompt": prompt, "token": token, "batch": self._steps(16, BATCH, clock)}
+
+    def _steps(self, first: int, batch: int, clock: Clock) -> float:
+        start = clock()
+        for index in range(NEW_TOKENS):
+            self.decode([(first + index, text) for text in range(batch)], last_only=False)
+        return (clock() - start) / NEW_TOKENS
 
 
 class Ours:
@@ -102,61 +117,6 @@ class Compiled(Ours):
         return {"token": (clock() - start) / NEW_TOKENS}
 
 
-class LlamaCpp:
-    """llama.cpp with a file of the same codes."""
-
-    def __init__(self, file: Path, packs: bool, threads: int):
-        options = llama_cpp.llama_model_default_params()
-        options.use_extra_bufts = packs
-        self._model = llama_cpp.llama_model_load_from_file(str(file).encode(), options)
-        settings = llama_cpp.llama_context_default_params()
-        settings.n_ctx, settings.n_batch, settings.n_ubatch = BATCH * 512, 512, 512
-        settings.n_seq_max, settings.n_threads, settings.n_threads_batch = BATCH, threads, threads
-        self._context = llama_cpp.llama_init_from_model(self._model, settings)
-        self._batch = llama_cpp.llama_batch_init(512, 0, 1)
-
-    def close(self) -> None:
-        """Free the model and what was computed."""
-        llama_cpp.llama_batch_free(self._batch)
-        llama_cpp.llama_free(self._context)
-        llama_cpp.llama_model_free(self._model)
-
-    def run(self, clock: Clock) -> dict[str, float]:
-        """Return the seconds of the prompt, of a token after it, and of a step of `BATCH` texts."""
-        self._forget()
-        start = clock()
-        self._decode([(index, 0) for index in range(PROMPT_TOKENS)], last_only=True)
-        prompt = clock() - start
-        token = self._steps(PROMPT_TOKENS, 1, clock)
-        self._forget()
-        for text in range(BATCH):
-            self._decode([(index, text) for index in range(16)], last_only=True)
-        return {"prompt": prompt, "token": token, "batch": self._steps(16, BATCH, clock)}
-
-    def _forget(self) -> None:
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
-
-    def _steps(self, first: int, batch: int, clock: Clock) -> float:
-        start = clock()
-        for index in range(NEW_TOKENS):
-            self._decode([(first + index, text) for text in range(batch)], last_only=False)
-        return (clock() - start) / NEW_TOKENS
-
-    def _decode(self, places: list[tuple[int, int]], last_only: bool) -> None:
-        """Process one token at each position of a text; logits for the last one, or for all."""
-        batch = self._batch
-        batch.n_tokens = len(places)
-        for index, (position, text) in enumerate(places):
-            batch.token[index], batch.pos[index] = 5 + position % 200, position
-            batch.n_seq_id[index], batch.seq_id[index][0] = 1, text
-            batch.logits[index] = not last_only or index == len(places) - 1
-        status = llama_cpp.llama_decode(self._context, batch)
-        if status != 0:
-            raise RuntimeError(f"llama_decode returned {status}")
-        # Logits are computed only once they are asked for.
-        llama_cpp.llama_get_logits(self._context)
-
-
 def quantized(name: str, form: str) -> LlamaForCausalLM:
     """Make a model of random weights in bfloat16 and quantize it, embeddings too."""
     hidden, intermediate, layers, heads, kv_heads = MODELS[name]
@@ -188,7 +148,7 @@ def measure(name: str, form: str, threads: int, with_compiled: bool) -> Iterator
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "model.gguf"
         export_gguf(model, file, byte_level())
-        peers = {label: LlamaCpp(file, packs, threads) for label, packs in BUFFERS.items()}
+        peers = {label: Peer(file, threads, texts=BATCH, packs=packs) for label, packs in BUFFERS.items()}
         programs: dict[str, Any] = {"eager": Ours(model), **peers}
         if with_compiled:
             programs["compiled"] = Compiled(model)
@@ -219,12 +179,10 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["135M", "0.5B", "1.2B"])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     options = parser.parse_args()
-    llama_cpp.llama_log_set(ignore, ctypes.c_void_p())
-    llama_cpp.llama_backend_init()
     report: dict[str, Any] = {
         "machine": {"cpu": cpu_name(), "flags": cpu_flags(), "load": os.getloadavg()[0]},
         "versions": versions("llama_cpp_python"),
-        "llama_cpp": llama_cpp.llama_print_system_info().decode(),
+        "llama_cpp": instructions(),
         "commit": commit(),
         "date": str(datetime.date.today()),
         "rows": [],

@@ -13,9 +13,11 @@ from __future__ import annotations
 import argparse
 import datetime
 import inspect
+import itertools
 import json
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -31,7 +33,7 @@ from transformers import AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausa
 
 from benchmarks.machine import commit, cpu_flags, cpu_name, versions
 from benchmarks.minilm import MODEL, minilm
-from hf_trainweights import KVCache, TrainWeightsConfig, quantize_
+from hf_trainweights import KVCache, TrainWeightsConfig, export_gguf, quantize_
 from hf_trainweights.cache.stores import IntegerStore
 from hf_trainweights.kernels.attention import attend
 
@@ -74,7 +76,12 @@ CACHES: dict[str, Callable[[LlamaConfig, int], Any]] = {
     "KVCache int4": lambda config, tokens: KVCache(config, "int4"),
     "quanto, 4 bits": lambda config, tokens: quantized("quanto", 4, config, tokens),
     "hqq, 8 bits": lambda config, tokens: quantized("hqq", 8, config, tokens),
+    "fp8": lambda config, tokens: QuantizedCache("fp8", config),
 }
+# llama.cpp's caches: the type of keys and values, and whether it attends block by block.
+LLAMA_CPP = {"llama.cpp f16": ("F16", 0), "llama.cpp f16, flash": ("F16", 1), "llama.cpp q8_0, flash": ("Q8_0", 1)}
+# Its cache is filled by processing tokens, which takes the square of their number.
+MOST_TOKENS_OF_LLAMA_CPP = 8192
 
 
 def llama(name: str) -> LlamaForCausalLM:
@@ -86,8 +93,9 @@ def llama(name: str) -> LlamaForCausalLM:
         model = LlamaForCausalLM(config).eval()
     finally:
         torch.set_default_dtype(torch.float32)
-    quantize_(model, TrainWeightsConfig("int4", group_size=32, include_embeddings=True))
-    return model
+    # Scales in float16 are those of llama.cpp's Q4_0.
+    quantize_(model.half(), TrainWeightsConfig("int4", group_size=32, include_embeddings=True))
+    return model.bfloat16()
 
 
 def fill(cache: Any, config: LlamaConfig, tokens: int) -> None:
@@ -125,8 +133,11 @@ def speed(failures: dict[str, str]) -> Iterator[dict[str, Any]]:
                 except (ImportError, ValueError, RuntimeError) as error:
                     filled.pop(cache_name, None)
                     failures[f"{name}, {tokens} tokens, {cache_name}"] = f"{type(error).__name__}: {error}"[:200]
-            rounds = [{key: step(model, cache) for key, cache in filled.items()} for _ in range(ROUNDS)]
-            for key, cache in filled.items():
+            peers = llama_cpp_steps(model, tokens, failures)
+            steps = {key: partial(step, model, cache) for key, cache in filled.items()} | peers
+            rounds = [{key: take() for key, take in steps.items()} for _ in range(ROUNDS)]
+            for key in steps:
+                cache = filled.get(key)
                 ratios = [each[BASELINE] / each[key] for each in rounds]
                 yield {
                     "model": name,
@@ -136,7 +147,7 @@ def speed(failures: dict[str, str]) -> Iterator[dict[str, Any]]:
                     "speedup": statistics.median(ratios),
                     "lowest": min(ratios),
                     "highest": max(ratios),
-                    "bytes": bytes_of(cache),
+                    "bytes": None if cache is None else bytes_of(cache),
                 }
 
 
@@ -144,6 +155,36 @@ def step(model: nn.Module, cache: Any) -> float:
     """Return the CPU seconds of one token."""
     start = time.thread_time()
     model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
+    return time.thread_time() - start
+
+
+def llama_cpp_steps(model: LlamaForCausalLM, tokens: int, failures: dict[str, str]) -> dict[str, Callable[[], float]]:
+    """Fill llama.cpp's caches with so many tokens, and return functions that take a step with each."""
+    if tokens > MOST_TOKENS_OF_LLAMA_CPP:
+        return {}
+    try:
+        from benchmarks.llama_cpp_runs import LlamaCpp
+        from tests.tiny_tokenizers import byte_level
+    except ImportError as error:
+        failures["llama.cpp"] = str(error)
+        return {}
+    steps: dict[str, Callable[[], float]] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        export_gguf(model, Path(directory) / "model.gguf", byte_level())
+        for name, (kind, flash) in LLAMA_CPP.items():
+            code = {"F16": 1, "Q8_0": 8}[kind]
+            options = {"type_k": code, "type_v": code, "flash_attn_type": flash}
+            program = LlamaCpp(Path(directory) / "model.gguf", 1, tokens=tokens + 256, **options)
+            for start in range(0, tokens, 256):
+                program.decode([(start + index, 0) for index in range(256)], last_only=True)
+            steps[name] = partial(_llama_cpp_step, program, itertools.count(tokens))
+            steps[name]()
+    return steps
+
+
+def _llama_cpp_step(program: Any, positions: Iterator[int]) -> float:
+    start = time.thread_time()
+    program.decode([(next(positions), 0)], last_only=False)
     return time.thread_time() - start
 
 
@@ -260,7 +301,7 @@ def main() -> None:
     for part in options.only:
         machine = {"cpu": cpu_name(), "flags": cpu_flags(), "load": os.getloadavg()[0]}
         date = str(datetime.date.today())
-        facts = {"machine": machine, "versions": versions("hqq"), "commit": commit(), "date": date}
+        facts = {"machine": machine, "versions": versions("hqq", "llama_cpp_python"), "commit": commit(), "date": date}
         failures: dict[str, str] = {}
         measured: list[dict[str, Any]] = []
         for row in PARTS[part](failures):
