@@ -10,6 +10,7 @@ import torch
 from benchmarks.markdown import table
 from hf_trainweights.formats import FORMATS, get_format
 from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.kernels import compiled, cpu_features
 
@@ -38,15 +39,8 @@ def thresholds() -> str:
 
 
 def _formats() -> list[Format]:
-    forms = [get_format({"format": name}) for name, kind in FORMATS.items() if issubclass(kind, compiled.FORMATS)]
-    return [
-        *forms,
-        Int8(16),
-        Int8(32),
-        Int8(64),
-        get_format({"format": "int4", "group_size": 32}),
-        Int8(activations="int8"),
-    ]
+    formats = [get_format({"format": name}) for name, kind in FORMATS.items() if issubclass(kind, compiled.FORMATS)]
+    return [*formats, *map(Int8, (16, 32, 64)), Int4(32), Int8(activations="int8")]
 
 
 def _cell(form: Format, library: str, features: dict[str, bool]) -> str:

@@ -39,9 +39,9 @@ class FormatContract(FormatValues, FormatTensors):
             stored = subject.quantize(weight_with_outliers(*shape))
             whole, half = subject.dequantize(stored, shape, torch.float32), (*shape[:-1], 128)
             parts = [cut_columns(subject, stored, shape, start, start + 128) for start in (0, 128)]
-            values = [subject.dequantize(part, half, torch.float32) for part in parts]
+            values = [subject.dequantize(cut, half, torch.float32) for cut in parts]
             assert torch.equal(torch.cat(values, -1), whole), "a part has other values than the weight"
-            assert all(tensor.is_contiguous() for part in parts for tensor in part.values())
+            assert all(tensor.is_contiguous() for cut in parts for tensor in cut.values())
             assert_same(join_columns(subject, parts, [128, 128]), stored)
 
     def test_columns_are_cut_at_each_step(self, subject: Format) -> None:
@@ -49,8 +49,8 @@ class FormatContract(FormatValues, FormatTensors):
         for shape in _CUT_SHAPES:
             stored, step = subject.quantize(weight_with_outliers(*shape)), subject.column_step
             whole, stop = subject.dequantize(stored, shape, torch.float32), 256 if step >= 128 else 256 - step
-            part = cut_columns(subject, stored, shape, step, stop)
-            values = subject.dequantize(part, (*shape[:-1], stop - step), torch.float32)
+            own = cut_columns(subject, stored, shape, step, stop)
+            values = subject.dequantize(own, (*shape[:-1], stop - step), torch.float32)
             assert torch.equal(values, whole[..., step:stop])
 
     @pytest.mark.parametrize(("start", "stop"), [(0, 257), (-32, 32), (64, 64), (128, 0)])
@@ -63,8 +63,8 @@ class FormatContract(FormatValues, FormatTensors):
         """Each stored tensor is `[*, N, k]`; name those that all rows share, `[*, 1, k]`, in `shared_names`."""
         for shape in _CUT_SHAPES:
             stored = subject.quantize(weight_with_outliers(*shape))
-            part = cut_rows(subject, stored, lambda tensor: tensor[..., 1:3, :])
-            values = subject.dequantize(part, (*shape[:-2], 2, 256), torch.float32)
+            own = cut_rows(subject, stored, lambda tensor: tensor[..., 1:3, :])
+            values = subject.dequantize(own, (*shape[:-2], 2, 256), torch.float32)
             assert torch.equal(values, subject.dequantize(stored, shape, torch.float32)[..., 1:3, :])
 
     @pytest.mark.parametrize("as_bytes", [False, True])
