@@ -6,13 +6,16 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from hf_trainweights.errors import QuantizationError
 from hf_trainweights.files.coded_tensors import encode_tensors
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.columns import ColumnCodes
 from hf_trainweights.formats.cutting import cut_columns, cut_rows, join_columns
+from hf_trainweights.tensor.modules import as_parameter
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.testing.format_tensors import FormatTensors
 from hf_trainweights.testing.format_values import FormatValues
 from hf_trainweights.testing.values import assert_same, weight_with_outliers
@@ -66,6 +69,19 @@ class FormatContract(FormatValues, FormatTensors):
             own = cut_rows(subject, stored, lambda tensor: tensor[..., 1:3, :])
             values = subject.dequantize(own, (*shape[:-2], 2, 256), torch.float32)
             assert torch.equal(values, subject.dequantize(stored, shape, torch.float32)[..., 1:3, :])
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_a_layer_computes_as_with_the_dequantized_weight(self, subject: Format, dtype: torch.dtype) -> None:
+        """A product dequantizes some rows of the weight at a time, so `dequantize_rows` takes any rows of it."""
+        weight = QuantizedTensor.quantize(weight_with_outliers(_N, _K, dtype=dtype), subject)
+        layer = nn.Linear(_K, _N, bias=False, device="meta")
+        layer.weight = as_parameter(weight)
+        for rows in (1, 5, 300):
+            x = weight_with_outliers(rows, _K, dtype=dtype, seed=rows)
+            exact = F.linear(x.double(), weight.dequantize(torch.float32).double())
+            size, allowed = exact.norm().item(), 1.5 * (F.linear(x, weight.dequantize()).double() - exact).norm().item()
+            error = (layer(x).double() - exact).norm().item()
+            assert error <= max(allowed, 0.75 * torch.finfo(dtype).eps * size, 1e-6 * size), f"{rows} rows of x"
 
     @pytest.mark.parametrize("as_bytes", [False, True])
     def test_unpacked_parts_make_the_weight(self, subject: Format, as_bytes: bool) -> None:
