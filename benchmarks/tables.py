@@ -186,7 +186,8 @@ def export_formats() -> str:
         others = [name for name in formats if name not in held]
         rows.append([column, "; ".join(held) if others else "every format", "; ".join(others)])
     caption = (
-        "From the runs of [every format](measured/formats.md#what-each-format-can-do); `bits=4.5` is a budget of a mixture."
+        "From the runs of [every format](measured/formats.md#what-each-format-can-do); `bits=4.5` is a budget of a"
+        " mixture."
     )
     return f"{table(['export', 'holds', 'refuses'], rows)}\n\n{caption}"
 
