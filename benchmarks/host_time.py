@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def measure_products() -> dict[str, dict[str, float]]:
     for dtype in (torch.bfloat16, torch.float32):
         x, weight = torch.randn(1, PRODUCT).to(dtype), torch.randn(PRODUCT, PRODUCT).to(dtype)
         weights = {"float": weight, "int8": QuantizedTensor.quantize(weight, get_format({"format": "int8"}))}
-        functions = {name: lambda weight=weight: F.linear(x, weight) for name, weight in weights.items()}
+        functions = {name: partial(F.linear, x, weight) for name, weight in weights.items()}
         rows[str(dtype).removeprefix("torch.")] = least_us(functions, rounds=400, calls=50)
     return rows
 

@@ -115,19 +115,24 @@ def describe() -> str:
     return f"{_SCHEMA}, {compiled.describe()}, {library is not None and _register(library)}"
 
 
-@functools.cache
 def _register(library: ctypes.CDLL) -> bool:
-    """Register the op, once in a process, and return whether it calls a library of products."""
-    op_library = _library()
-    addresses = None if op_library is None else _exported()
-    if op_library is None or addresses is None or library is not compiled.loaded_library():
+    """Let the op call a library of products, and return whether it does; the op is registered once in a process."""
+    op_library, addresses = _library(), _exported()
+    if op_library is None or addresses is None:
         return False
-    addresses += [_address(library.product), _address(library.product_bytes)]
-    addresses += [
-        getattr(_torch_library(), f"aoti_torch_dtype_{name}")() for name in ("float32", "bfloat16", "float16")
-    ]
-    _op()
-    return op_library.register_op((ctypes.c_void_p * len(addresses))(*addresses)) == 0
+    if _SERVING.get("library") is not library:
+        own = [_address(library.product), _address(library.product_bytes)]
+        names = (f"aoti_torch_dtype_{str(dtype).removeprefix('torch.')}" for dtype in compiled.DTYPES)
+        fields = [*addresses, *own, *(getattr(_torch_library(), name)() for name in names)]
+        _op()
+        if op_library.register_op((ctypes.c_void_p * len(fields))(*fields)):
+            return False
+        _SERVING["library"] = library
+    return True
+
+
+# The library of products that the op calls. It is another one only where a test takes the place of another CPU.
+_SERVING: dict[str, ctypes.CDLL] = {}
 
 
 @functools.cache
@@ -135,11 +140,12 @@ def _library() -> ctypes.CDLL | None:
     return load_library(_PATH, {"register_op": "ip"}, _ABI)
 
 
-def _exported() -> list[int] | None:
+@functools.cache
+def _exported() -> tuple[int, ...] | None:
     """Return the addresses of `_EXPORTED`; None if a name is missing."""
     try:
         torch_library = _torch_library()
-        return [_address(getattr(torch_library, name)) for name in _EXPORTED]
+        return tuple(_address(getattr(torch_library, name)) for name in _EXPORTED)
     except (OSError, AttributeError):
         return None
 
