@@ -69,11 +69,20 @@ def quantized_weight(
 
 
 def weight_of(
-    form: Format, shape: Sequence[int], dtype: torch.dtype = torch.float32, transposed: bool = False, seed: int = 0
+    form: Format,
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    transposed: bool = False,
+    seed: int = 0,
+    rows: Tensor | float = 1.0,
 ) -> QuantizedTensor:
-    """Return a new weight of a shown shape: random floats quantized, or random stored tensors if none are quantized."""
+    """Return a new weight of a shown shape: random floats quantized, or random stored tensors if none are quantized.
+
+    `rows` is how many times as large as usual floats are, for each row or all.
+    """
     if not form.is_import_only:
-        return QuantizedTensor.quantize(random_weight(*shape, dtype=dtype, seed=seed), form, transposed)
+        values = random_weight(*shape, seed=seed) * rows
+        return QuantizedTensor.quantize(values.to(dtype), form, transposed)
     *lead, N, K = shape
     stored_shape = (*lead, K, N) if transposed else tuple(shape)
     return QuantizedTensor(stored_tensors(form, stored_shape, dtype, seed), form, stored_shape, dtype, transposed)

@@ -47,7 +47,7 @@ class Table4(Format):
     name: ClassVar[str] = "table4"
     is_import_only: ClassVar[bool] = True
     tensor_names: ClassVar[tuple[str, ...]] = (
-        *("qdata", "scale", "global_scale", "scale_table", "outer_scale", "phase", "scale_offset", "group_scale"),
+        *("qdata", "scale", "global_scale", "nested_values", "outer_scale", "phase", "nested_offset", "group_scale"),
         "table",
     )
     group_size: int = 32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +15,13 @@ from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 from weights import stored_tensors
 
-from hf_trainweights.errors import ConfigError
+from hf_trainweights.errors import ConfigError, CorruptFileError, QuantizationError
 from hf_trainweights.formats import get_format
 from hf_trainweights.formats.affine import BITS, Affine
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.float8_e4m3 import Float8E4M3
+from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.scale_codings import E4M3, outer_count
 from hf_trainweights.formats.table4 import Table4
 
@@ -189,7 +191,7 @@ def test_a_value_of_the_table_is_multiplied_once(scales: str, dtype: torch.dtype
     elif scales == "nested":
         places = (stored["phase"].astype(int) + np.arange(K // 64)) // 256
         outer = np.take_along_axis(stored["outer_scale"], np.minimum(places, outer_count(K // 64) - 1), axis=-1)
-        scale = stored["scale_table"][0][stored["scale"].astype(int)] * outer + stored["scale_offset"]
+        scale = stored["nested_values"][0][stored["scale"].astype(int)] * outer + stored["nested_offset"]
     values = stored["table"][0][codes_of(form, tensors["qdata"])] * of_columns(scale.astype(np.float32), 64)
     assert same(form.dequantize(tensors, (N, K), dtype), torch.from_numpy(values.astype(np.float32)).to(dtype))
 
@@ -277,6 +279,45 @@ def test_plain_ops_give_the_same_values_from_bytes(form: Format) -> None:
                 found = form.unpack(stored)
                 assert found is not None
                 assert same(found.weight(), wanted)
+
+
+@each_coded
+def test_stored_tensors_are_those_of_the_specification_and_of_the_file(form: Format) -> None:
+    for shape in ((N, K), (2, N, K), (0, K), (N, 0)):
+        tensors = stored_tensors(form, shape, torch.bfloat16)
+        assert tuple(tensors) == form.tensor_names
+        assert set(form.tensor_names) <= set(type(form).tensor_names)
+        assert form.shape_of(tensors["qdata"]) == shape
+        assert form.dequantize(tensors, shape, torch.bfloat16).shape == shape
+        assert form.stored_bytes(shape, torch.bfloat16) == sum(tensor.nbytes for tensor in tensors.values())
+        assert form.fallback(shape) == (form if 0 not in shape or isinstance(form, Float8E4M3) else Int8())
+    copied = get_format(json.loads(json.dumps(form.get_config())))
+    assert (copied, str(copied), hash(copied)) == (form, str(form), hash(form))
+
+
+def test_no_two_formats_look_the_same() -> None:
+    assert len({str(form) for form in CODED}) == len(set(CODED)) == len(CODED)
+
+
+@each_coded
+def test_damaged_tensors_are_refused_by_name(form: Format) -> None:
+    whole = stored_tensors(form, (N, K), torch.float32)
+    for key, tensor in whole.items():
+        for damaged in (tensor[..., :-1], tensor[:-1], tensor.to(torch.float64), None):
+            tensors = {name: stored for name, stored in (whole | {key: damaged}).items() if stored is not None}
+            with pytest.raises(CorruptFileError, match=rf"weight: expected {key} to be .*'format': '{form.name}'"):
+                form.dequantize(tensors, (N, K), torch.float32)
+
+
+@pytest.mark.parametrize("form", [form for form in dict.fromkeys(CODED) if form.is_import_only], ids=str)
+def test_floats_are_not_quantized_to_a_format_of_files_alone(form: Format) -> None:
+    with pytest.raises(
+        QuantizationError, match=rf"head: expected .* found {form}, .* \"{form.for_new_values().name}\""
+    ):
+        form.quantize(torch.zeros(N, K), "head")
+    assert form.columns(torch.zeros(N, K), torch.ones(K)) is None
+    assert not form.for_new_values().is_import_only
+    assert form.for_new_values().fallback((N, K)) == form.for_new_values()
 
 
 @each_coded
