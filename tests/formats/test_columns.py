@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from weights import QUANTIZABLE
 
 from hf_trainweights.files.coded_tensors import encode_tensors
 from hf_trainweights.formats import get_format

@@ -283,14 +283,15 @@ def test_plain_ops_give_the_same_values_from_bytes(form: Format) -> None:
 
 @each_coded
 def test_stored_tensors_are_those_of_the_specification_and_of_the_file(form: Format) -> None:
-    for shape in ((N, K), (2, N, K), (0, K), (N, 0)):
+    for shape in ((N, K), (2, N, K), (1, K)):
         tensors = stored_tensors(form, shape, torch.bfloat16)
         assert tuple(tensors) == form.tensor_names
         assert set(form.tensor_names) <= set(type(form).tensor_names)
         assert form.shape_of(tensors["qdata"]) == shape
         assert form.dequantize(tensors, shape, torch.bfloat16).shape == shape
         assert form.stored_bytes(shape, torch.bfloat16) == sum(tensor.nbytes for tensor in tensors.values())
-        assert form.fallback(shape) == (form if 0 not in shape or isinstance(form, Float8E4M3) else Int8())
+    assert form.fallback((N, K)) == form
+    assert form.fallback((N, K + 4)) == (form if isinstance(form, Float8E4M3) else Int8())
     copied = get_format(json.loads(json.dumps(form.get_config())))
     assert (copied, str(copied), hash(copied)) == (form, str(form), hash(form))
 
@@ -311,9 +312,7 @@ def test_damaged_tensors_are_refused_by_name(form: Format) -> None:
 
 @pytest.mark.parametrize("form", [form for form in dict.fromkeys(CODED) if form.is_import_only], ids=str)
 def test_floats_are_not_quantized_to_a_format_of_files_alone(form: Format) -> None:
-    with pytest.raises(
-        QuantizationError, match=rf"head: expected .* found {form}, .* \"{form.for_new_values().name}\""
-    ):
+    with pytest.raises(QuantizationError, match=rf"head: expected .* found {form}, .*{form.for_new_values().name}"):
         form.quantize(torch.zeros(N, K), "head")
     assert form.columns(torch.zeros(N, K), torch.ones(K)) is None
     assert not form.for_new_values().is_import_only
