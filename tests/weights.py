@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -104,6 +106,21 @@ def stored_tensors(form: Format, shape: Sequence[int], dtype: torch.dtype, seed:
         else:
             tensor.view(torch.uint8).random_(0, 256, generator=generator)
     return tensors
+
+
+@contextlib.contextmanager
+def random_codes(name: str) -> Iterator[None]:
+    """Let floats get random stored tensors in place of codes within the context, if a format holds no others."""
+    if name in QUANTIZABLE:
+        yield
+        return
+
+    def make(form: Format, weight: Tensor, *_: object) -> dict[str, Tensor]:
+        return stored_tensors(form, weight.shape, weight.dtype)
+
+    form = FORMATS[name]
+    with patch.object(form, "is_import_only", False), patch.object(form, "quantize", make):
+        yield
 
 
 def same_stored(first: QuantizedTensor, second: QuantizedTensor) -> bool:

@@ -42,7 +42,8 @@ property_test = settings(deadline=None, derandomize=True, database=None, max_exa
 
 def variants() -> Iterator[Format]:
     """Yield each format with its defaults, and with every usual group size and number of bits that it takes."""
-    choices = [{"group_size": group_size} for group_size in (32, 64, 128)] + [{"bits": bits} for bits in (2.5, 3, 8)]
+    choices = [{"group_size": group_size} for group_size in (32, 64, 128)] + [{"bits": bits} for bits in (2.5, 8)]
+    choices.append({"bits": 3, "group_size": 64})
     for name in QUANTIZABLE:
         yield get_format({"format": name})
         for chosen in choices:
