@@ -100,7 +100,9 @@ def stored_tensors(form: Format, shape: Sequence[int], dtype: torch.dtype, seed:
         elif tensor.dtype == torch.float8_e4m3fn:
             tensor.copy_(torch.empty(tensor.shape).uniform_(0.1, 2, generator=generator))
         elif tensor.is_floating_point():
-            tensor.uniform_(-0.1, 0.1, generator=generator)
+            # Integers of up to 63 or 127 multiply the float scale of a superblock.
+            largest = 0.002 if "group_scale" in tensors else 0.1
+            tensor.uniform_(-largest, largest, generator=generator)
         elif name == "scale" and getattr(form, "scales", "") == "e8m0":
             tensor.random_(100, 127, generator=generator)
         else:
@@ -109,17 +111,17 @@ def stored_tensors(form: Format, shape: Sequence[int], dtype: torch.dtype, seed:
 
 
 @contextlib.contextmanager
-def random_codes(name: str) -> Iterator[None]:
+def random_codes(form: Format) -> Iterator[None]:
     """Let floats get random stored tensors in place of codes within the context, if a format holds no others."""
-    if name in QUANTIZABLE:
+    if not form.is_import_only:
         yield
         return
 
     def make(form: Format, weight: Tensor, *_: object) -> dict[str, Tensor]:
         return stored_tensors(form, weight.shape, weight.dtype)
 
-    form = FORMATS[name]
-    with patch.object(form, "is_import_only", False), patch.object(form, "quantize", make):
+    cls = type(form)
+    with patch.object(cls, "is_import_only", False), patch.object(cls, "quantize", make):
         yield
 
 

@@ -175,7 +175,9 @@ class Affine(Format):
         if isinstance(zeros, int):
             codes, zeros = (codes - zeros if zeros else codes), None
         lowest = -self._fixed_zero()
-        limits = (lowest, lowest + 2**self.bits - 1)
+        # The limits are those of zeros, too.
+        largest = lowest + 2**self.bits - (0 if self.offset == "zero_point_minus_1" else 1)
+        limits = None if self.offset == "float_zero_point" or largest > 255 else (lowest, largest)
         return Unpacked(codes, scale, limits, zeros=zeros, offset=offset)
 
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:

@@ -24,6 +24,7 @@ from weights import QUANTIZABLE
 
 from hf_trainweights.errors import ConfigError, CorruptFileError, QuantizationError
 from hf_trainweights.formats import FORMATS, arithmetic, base, compiled_search, get_format
+from hf_trainweights.formats.affine import Affine
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.uint import UInt
@@ -77,6 +78,8 @@ def groups_of(form: Format, K: int) -> int:
 def bound_of(form: Format) -> float:
     """Return the largest error that a format may make, as a fraction of the row's largest magnitude."""
     # The fewer codes there are, the farther apart they lie, and the more of an outlier the least squared error clips.
+    if isinstance(form, Affine) and form.bits < 4:
+        return 0.5
     return {"uint2": 0.75, "uint3": 0.4}.get(form.name, 0.25)
 
 

@@ -61,7 +61,7 @@ def group_size(name: str) -> dict[str, int]:
 
 def write(directory: Path, name: str) -> None:
     model = float_model()
-    with random_codes(name):
+    with random_codes(get_format({"format": name})):
         quantize_(model, config_of(name))
     for kind in SERIALIZATIONS:
         model.save_pretrained(directory / kind, safe_serialization=kind == "safetensors")
