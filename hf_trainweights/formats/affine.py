@@ -169,7 +169,7 @@ class Affine(Format):
     def unpack(self, tensors: Mapping[str, Tensor]) -> Unpacked:
         """Return codes, zero points, scales and offsets of groups."""
         codes = _codes_of(octets_of(tensors["qdata"]), self.bits)
-        scale, zeros, offset = self._parameters(tensors, codes.shape[-1])
+        scale, zeros, offset = self._parameters(tensors, codes.size(-1))
         if self.scales == "plain":
             scale = tensors["scale"]
         if isinstance(zeros, int):
