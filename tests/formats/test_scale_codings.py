@@ -6,15 +6,14 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from formats.test_contract import GOLDEN, WRITE_GOLDEN
 from gguf import GGMLQuantizationType as Kind
-from helpers import stored_bits
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from weights import stored_tensors
@@ -28,7 +27,10 @@ from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.scale_codings import E4M3, outer_count
 from hf_trainweights.formats.table4 import Table4
+from hf_trainweights.testing.format_tensors import WRITE_GOLDEN
+from hf_trainweights.testing.values import stored_bits
 
+GOLDEN = Path(__file__).parent / "golden"
 N, K = 5, 512
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
