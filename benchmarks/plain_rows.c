@@ -1,4 +1,4 @@
-// One token of bfloat16 by the plainest loop for one format and group size, to measure the package's own beside: no tail,
+// One token of bfloat16 by the plainest loop for one format and group size, to measure the package beside it: no tail,
 // no choice of dtypes, one row at a time. Digits, vectors and the distance of fetching are the package's.
 #include "bytes/digits.h"
 
