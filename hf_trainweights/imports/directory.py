@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def import_directory(source: str | os.PathLike[str], out: str | os.PathLike[str]
         converted = temporary.with_name(f"{temporary.name}.converted")
         converted.mkdir()
         formats = convert(files, layout, skeleton, converted)
-        _write_config(converted, config, formats.most_common(1)[0][0])
+        _write_config(converted, config, formats)
         for directory in (converted, temporary):
             copy_companions(folder, directory)
         model = _load(folder, converted)
@@ -142,9 +143,15 @@ def _read_description(folder: Path) -> dict[str, Any]:
     raise ConfigError(str(folder / CONFIG_NAME), expected, "none", next_step)
 
 
-def _write_config(directory: Path, config: dict[str, Any], default: Format) -> None:
-    """Write config.json with this package's description of the weights."""
-    quantization = TrainWeightsConfig(**default.get_config()).to_dict()
+def _write_config(directory: Path, config: dict[str, Any], formats: Counter[Format]) -> None:
+    """Write config.json with this package's description of the weights.
+
+    It names the most common format of those that a name and a group size describe. Every weight in another format has
+    a tensor that describes it.
+    """
+    descriptions = [form.get_config() for form, _ in formats.most_common()]
+    default = next((each for each in descriptions if each.keys() <= {"format", "group_size"}), {"format": "int8"})
+    quantization = TrainWeightsConfig(**default).to_dict()
     text = json.dumps({**config, "quantization_config": quantization}, indent=2)
     (directory / CONFIG_NAME).write_text(text, encoding="utf-8")
 

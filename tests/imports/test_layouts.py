@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_trainweights.errors import CorruptFileError, UnsupportedError
 from hf_trainweights.imports.layouts import layout_of
-from hf_trainweights.imports.layouts.base import float8_weight
+from hf_trainweights.imports.layouts.weights import float8_weight
 from hf_trainweights.models.loading.saved_models import check_config
 
 OPTIONAL = {("gptq", "g_idx"), ("bitsandbytes", "weight_format")}
@@ -94,7 +94,7 @@ def test_a_weight_beside_its_codes_is_refused() -> None:
 
 def test_a_block_of_more_rows_than_there_are_is_the_whole_weight() -> None:
     codes = torch.ones(3, 64).to(torch.float8_e4m3fn)
-    found = float8_weight("w", codes, torch.tensor([[0.5]]), rows_per_block=1 << 62)
+    found = float8_weight("w", codes, torch.tensor([[0.5]]), block=(1 << 62, 64))
     assert torch.equal(found.dequantize(torch.float32), torch.full((3, 64), 0.5))
 
 
