@@ -22,7 +22,6 @@ from hf_trainweights.files.safetensors_file import TensorToWrite, write_safetens
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats.base import Format
 from hf_trainweights.imports.layouts.base import AGAIN, CONFIG_AGAIN, FROM_FLOAT, Layout
-from hf_trainweights.imports.layouts.weights import with_plain_scales
 from hf_trainweights.models.choosing.selection import is_experts, is_transposed
 from hf_trainweights.models.host.models import base_prefix
 from hf_trainweights.models.loading.stored_weights import check_weight_files, weight_files
@@ -262,11 +261,10 @@ def _merge(
     spill: Spill,
 ) -> QuantizedTensor:
     """Merge the experts' matrices into one weight `[E, N, K]`; `matrices` has the rows of each, by its module."""
-    if not _share_alike(expert_weights, matrices, shape[-2]):
-        expert_weights = {module: weight and with_plain_scales(weight) for module, weight in expert_weights.items()}
     first = next(weight for weight in expert_weights.values() if weight is not None)
     specs = first.format.tensor_specs(shape, first.scale_dtype)
     merged = {key: spill.empty(*spec) for key, spec in specs.items()}
+    shared: dict[tuple[int, str], Tensor] = {}
     for module, weight in expert_weights.items():
         if weight is None:
             raise CorruptFileError(module, "a quantized weight, as of the other experts", "none", AGAIN)
@@ -277,18 +275,14 @@ def _merge(
         if tuple(weight.stored_shape) != (rows.stop - rows.start, shape[-1]):
             expected = f"shape {(rows.stop - rows.start, shape[-1])}, as config.json has it"
             raise CorruptFileError(f"{module}.weight", expected, f"{tuple(weight.stored_shape)}", AGAIN)
+        expert = rows.start // shape[-2]
         for key, tensor in weight.tensors.items():
-            expert = rows.start // shape[-2]
-            merged[key].flatten(0, -2)[slice(expert, expert + 1) if key in first.format.shared_names else rows] = tensor
+            if key not in first.format.shared_names:
+                merged[key].flatten(0, -2)[rows] = tensor
+            elif not torch.equal(shared.setdefault((expert, key), tensor), tensor):
+                raise UnsupportedError(
+                    f"{module}.weight", f"{key} as in the expert's other matrices", "another", FROM_FLOAT
+                )
+            else:
+                merged[key][expert] = tensor
     return QuantizedTensor(merged, first.format, shape, first.dtype)
-
-
-def _share_alike(weights: Mapping[str, QuantizedTensor | None], matrices: Mapping[str, slice], N: int) -> bool:
-    """Return whether the matrices of each expert, of N rows together, have the same shared tensors."""
-    shared: dict[tuple[int, str], Tensor] = {}
-    for module, weight in weights.items():
-        stored = {} if weight is None else {key: weight.tensors[key] for key in weight.format.shared_names}
-        for key, tensor in stored.items():
-            if not torch.equal(shared.setdefault((matrices[module].start // N, key), tensor), tensor):
-                return False
-    return True

@@ -186,7 +186,7 @@ def test_a_model_that_older_programs_wrote_is_read(
 @pytest.mark.parametrize(
     ("name", "text", "error", "match"),
     [
-        ("hf_quant_config.json", "{}", ConfigError, "expected one of awq, .*, found 'modelopt'"),
+        ("hf_quant_config.json", "{}", ConfigError, "found none: its weights are float, or lie under names"),
         ("quantize_config.json", "[]", CorruptFileError, "quantize_config.json: expected a JSON object"),
         ("other.json", "{}", ConfigError, "expected a quantization_config, or quantize_config.json or "),
     ],
@@ -295,27 +295,22 @@ def test_what_is_known_of_activations_is_left_out(source: Path, out: Path) -> No
 
 
 REFUSED: dict[str, tuple[Layout, str]] = {
-    "activation-order": (
-        gptq(shuffled=True),
-        r"_proj\.weight: expected groups of neighbouring columns",
+    "groups-of-different-sizes": (
+        gptq(order=lambda K, size: (torch.arange(K) + 1).clamp(max=K - 1) // size),
+        r"_proj\.weight: expected groups of 32 columns each, found groups of different sizes in g_idx",
     ),
-    "asymmetric-in-8-bits": (
-        gptq(bits=8, symmetric=False),
-        r"_proj\.weight: expected codes that differ from their zero points by -128 to 127",
+    "five-bits": (Layout({**gptq().config, "bits": 5}, gptq().write), "bits: expected 2, 3, 4 or 8, found 5"),
+    "planar": (
+        Layout({**gptq().config, "checkpoint_format": "gptq_p"}, gptq().write),
+        "checkpoint_format: expected gptq or gptq_v2, found 'gptq_p'",
     ),
-    "blocks": (float8("fp8", "weight_scale_inv", "block", 32), r"_proj\.weight: expected float8 with one scale a row"),
-    "three-bits": (Layout({"quant_method": "gptq", "bits": 3}, gptq().write), "bits: expected 4 or 8, found 3"),
-    "nf4": (
-        Layout({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, gptq().write),
-        "nf4, whose codes are not evenly spaced",
+    "rotated-by-gptqmodel": (
+        Layout({**gptq().config, "rotation": "hadamard"}, gptq().write),
+        "rotation: expected weights that are used as they are, found 'hadamard'",
     ),
-    "gptq-of-two-sizes": (
-        Layout({**gptq().config, "dynamic": {r".*\.down_proj": {"bits": 8}}}, gptq().write),
-        r"dynamic: expected weights of one size of codes and groups, found .*down_proj.*'bits': 8",
-    ),
-    "awq-of-two-sizes": (
-        Layout({**awq().config, "dynamic": {r"+:.*\.down_proj": {"group_size": 16}}}, awq().write),
-        r"dynamic: expected weights of one size of codes and groups, found .*down_proj.*'group_size': 16",
+    "awq-of-eight-bits": (
+        Layout({**awq().config, "dynamic": {".*down_proj": {"bits": 8}}}, awq().write),
+        r"bits: expected 4, found 4, 8",
     ),
     "gemv": (Layout({**awq().config, "version": "gemv"}, awq().write), "version: expected gemm, found 'gemv'"),
     "rotated": (
@@ -335,7 +330,7 @@ def test_what_no_format_holds_exactly_is_refused(layout: Layout, message: str, s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("described", [None, "gptq", {}, {"quant_method": "hqq"}, {"quant_method": ["gptq"]}])
+@pytest.mark.parametrize("described", [None, "gptq", {}, {"quant_method": "vptq"}, {"quant_method": ["gptq"]}])
 def test_other_descriptions_are_refused(described: object, source: Path, out: Path) -> None:
     write_model(source, Layout({}, gptq().write))
     file = source / "config.json"

@@ -91,18 +91,22 @@ def compressed_tensors(kind: str, bits: int, strategy: str, group_size: int | No
 
 
 def words_along(codes: Tensor, bits: int, dim: int) -> Tensor:
-    """Return unsigned codes packed along a dimension into int32 words, the first in the lowest bits."""
-    count = 32 // bits
-    parts = codes.to(torch.int64).movedim(dim, -1).unflatten(-1, (-1, count))
-    words = (parts << torch.arange(0, 32, bits)).sum(-1)
+    """Return unsigned codes as one stream of bits along a dimension, in int32 words, the first in the lowest bits."""
+    fields = (codes.movedim(dim, -1).to(torch.int64).unsqueeze(-1) >> torch.arange(bits)) & 1
+    words = (fields.flatten(-2).unflatten(-1, (-1, 32)) << torch.arange(32)).sum(-1)
     return words.where(words < 2**31, words - 2**32).to(torch.int32).movedim(-1, dim).contiguous()
+
+
+def by_activations(K: int, group_size: int) -> Tensor:
+    """Return the group of each column, as desc_act scatters them."""
+    return torch.randperm(K, generator=torch.Generator().manual_seed(1)) // group_size
 
 
 def gptq(
     bits: int = 4,
     group_size: int = 32,
     version: str | None = "gptq",
-    shuffled: bool = False,
+    order: Callable[[int, int], Tensor] | None = None,
     symmetric: bool = True,
 ) -> Layout:
 
@@ -114,18 +118,24 @@ def gptq(
         if not symmetric:
             codes, scale, zero = asymmetric(weight.half(), bits, size)
         unsigned, scales, zero = codes.t(), scale.t().contiguous(), zero.t()
-        g_idx = torch.arange(K, dtype=torch.int32) // size
+        g_idx = (torch.arange(K) // size if order is None else order(K, size)).int()
         zeros = zero if version == "gptq_v2" else zero - 1
         tensors = {
             "qweight": words_along(unsigned, bits, 0),
             "qzeros": words_along(zeros, bits, 1),
             "scales": scales,
-            "g_idx": g_idx.flip(0) if shuffled else g_idx,
+            "g_idx": g_idx,
         }
         # As GPTQModel's torch kernel has it: scales[g_idx] * (codes - zeros[g_idx]).
         return tensors, (scales[g_idx.long()] * (unsigned - zero[g_idx.long()])).t()
 
-    config = {"quant_method": "gptq", "bits": bits, "group_size": group_size, "sym": symmetric, "desc_act": shuffled}
+    config = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group_size,
+        "sym": symmetric,
+        "desc_act": order is not None,
+    }
     return Layout(config if version is None else {**config, "checkpoint_format": version}, write)
 
 
@@ -183,10 +193,12 @@ def _torchao(weight: Tensor) -> tuple[Tensors, Tensor]:
     return tensors, codes * scale.repeat_interleave(32, 1)
 
 
-# Every layout that is read.
-LAYOUTS = {
+# Layouts of integers and float8; those of other numbers are in `number_writers`.
+INTEGER_LAYOUTS = {
     "gptq": gptq(),
-    "gptq-activation-order": Layout(gptq(shuffled=True).config, gptq().write),
+    "gptq-activation-order": gptq(order=by_activations),
+    "gptq-3-bits-asymmetric": gptq(bits=3, symmetric=False),
+    "awq-asymmetric": awq(symmetric=False),
     "awq": awq(),
     "ct-int4": compressed_tensors("int", 4, "group", 32),
     "ct-int4-asymmetric": compressed_tensors("int", 4, "group", 32, symmetric=False),

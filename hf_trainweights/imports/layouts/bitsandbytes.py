@@ -35,6 +35,8 @@ from hf_trainweights.imports.layouts.codes import swap_nibbles
 from hf_trainweights.imports.layouts.weights import integer_weight, table_weight
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
+# The dtypes that a user may choose to store codes in.
+_STORAGES = (torch.uint8, torch.int8, torch.int16, torch.int32, *FLOAT_DTYPES, torch.float64)
 _STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
 _PARTS = ("weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", *_STATES)
 _PART = re.compile(rf"(?P<module>.*)\.(?P<leaf>{'|'.join(map(re.escape, _PARTS))})", re.DOTALL)
@@ -104,14 +106,13 @@ class BitsAndBytes(Layout):
 
 def _octets(name: str, tensors: Mapping[str, Tensor], N: int, K: int) -> Tensor:
     """Return the codes of a weight as `[N, K / 2]` bytes, the even column in the low bits."""
-    stored = tensors.get("weight")
-    octets = None if stored is None else stored.contiguous().flatten().view(torch.uint8)
-    if octets is None or octets.numel() != -(-N * K // 2):
-        found = "none" if octets is None else f"{octets.numel()} bytes"
-        raise CorruptFileError(name, f"{-(-N * K // 2)} bytes for {N} rows of {K} columns", found, AGAIN)
+    stored, count = tensors.get("weight"), -(-N * K // 2)
+    if stored is None or stored.dtype not in _STORAGES or stored.dim() != 2 or stored.nbytes != count:
+        found = "none" if stored is None else f"{stored.dtype} of shape {tuple(stored.shape)}"
+        raise CorruptFileError(name, f"{count} bytes for {N} rows of {K} columns", found, AGAIN)
     if K % 2:
         raise unsupported(name, "an even number of columns", f"{K}")
-    return swap_nibbles(octets.view(N, K // 2))
+    return swap_nibbles(stored.contiguous().flatten().view(torch.uint8).view(N, K // 2))
 
 
 def _read_state(name: str, stored: Tensor) -> _State:
@@ -140,7 +141,7 @@ def _nested(tensors: Mapping[str, Tensor], N: int, G: int, offset: float) -> dic
         "scale_table": tensors["weight.nested_quant_map"].float().view(1, 256),
         "outer_scale": outer[runs.clamp(max=len(outer) - 1)],
         "phase": (first % OUTER_GROUPS).to(torch.uint8).unsqueeze(1),
-        "scale_offset": torch.full((1, 1), offset, dtype=torch.float32),
+        "scale_offset": torch.full((N, 1), offset, dtype=torch.float32),
     }
 
 

@@ -153,7 +153,7 @@ class CompressedTensors(Layout):
             return table_weight(name, tensors["weight_packed"], _MXFP4_GROUP_SIZE, "e8m0", scales)
         check_tensor(module, tensors, "weight_scale", (torch.float8_e4m3fn,), (N, 2 * half // _NVFP4_GROUP_SIZE))
         check_tensor(module, tensors, "weight_global_scale", FLOAT_DTYPES, *TENSOR_SHAPES)
-        global_scale = tensors["weight_global_scale"].float().view(1, 1)
+        global_scale = tensors["weight_global_scale"].float().view(1, 1).expand(N, 1)
         if not bool(global_scale.all()):
             raise CorruptFileError(f"{module}.weight_global_scale", "a number that divides", "0", AGAIN)
         scales = {"scale": tensors["weight_scale"], "global_scale": global_scale}

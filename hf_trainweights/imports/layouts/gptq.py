@@ -88,7 +88,7 @@ class Gptq(Layout):
             if config.get(key):
                 raise unsupported(f"{WHERE}: {key}", "weights that are used as they are", repr(config[key])[:200])
         self._zero_point_offset = _ZERO_POINT_OFFSETS[version]
-        self._adds_to_words = "gptqmodel" in str(config.get("meta", "")).lower()
+        self._from_gptqmodel = "gptqmodel" in str(config.get("meta", "")).lower()
 
     def _version(self) -> object:
         return self.config.get("checkpoint_format", self.config.get("format", "gptq"))
@@ -121,9 +121,11 @@ class Gptq(Layout):
 
     def _zero_points(self, words: Tensor, bits: int) -> Tensor:
         """Return the zero points of groups, `[G, N]`, 0 to `2**bits`."""
-        if self._zero_point_offset and self._adds_to_words and 8 % bits == 0:
-            # GPTQModel adds 1 to each zero point by one addition to the word, as it has subtracted. A zero point of 0
-            # borrowed from the next one then.
-            ones = sum(1 << start for start in range(0, 32, bits))
-            return unpack_stream((words.long() + ones).to(torch.int32), bits)
-        return unpack_stream(words, bits).to(torch.int16) + self._zero_point_offset
+        if not self._zero_point_offset:
+            return unpack_stream(words, bits)
+        if self._from_gptqmodel and 32 % bits == 0:
+            # GPTQModel subtracts 1 from all zero points of a word at once, and adds it so. A zero point of 0 has
+            # borrowed from its neighbour.
+            return unpack_stream(words + sum(1 << start for start in range(0, 32, bits)), bits)
+        zero = unpack_stream(words, bits).to(torch.int16) + 1
+        return zero % 2**bits if self._from_gptqmodel else zero

@@ -37,7 +37,7 @@ _QUANTIZED_SCALES = frozenset(("scale_q", "zero_q", "meta_scale", "meta_zero", "
 class Hqq(Layout):
     """Weights of 2 to 8 bits with a float zero point for each group."""
 
-    marks = frozenset(("W_q",))
+    marks = frozenset(("W_q", "nbits", "packing"))
     leaves = marks | {"scale", "zero", "weight"} | _SETTINGS | _OTHER_SETTINGS | _QUANTIZED_SCALES
 
     def weight(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor:

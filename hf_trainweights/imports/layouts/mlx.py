@@ -8,8 +8,8 @@
 | `mxfp8` | `[N, K / 4]`, the bytes of float8_e4m3fn | uint8 exponents, groups of 32 | |
 
 `weight = code * scale + bias`. MLX rounds product and sum to the dtype of the scales, Transformers rounds both to
-float32 and the result to the dtype. MLX stacks experts as `switch_mlp`. `quantization` in config.json has the settings of
-all weights, and those of single ones under their names. Source: https://github.com/ml-explore/mlx-lm
+float32 and the result to the dtype. MLX stacks experts as `switch_mlp`. `quantization` in config.json has the settings
+of all weights, and those of single ones under their names. Source: https://github.com/ml-explore/mlx-lm
 """
 
 from __future__ import annotations
@@ -106,15 +106,12 @@ class Mlx(Layout):
 
     def _settings(self, settings: Mapping[str, Any], where: str) -> tuple[int, int, str]:
         """Return the group size, the bits and the mode; UnsupportedError: MLX has no such mode, or others for it."""
-        mode, bits, group_size = settings.get("mode", "affine"), integer(settings, "bits", where), 0
-        group_size = integer(settings, "group_size", where)
+        bits, group_size = integer(settings, "bits", where), integer(settings, "group_size", where)
+        mode = settings.get("mode", "affine")
         if not isinstance(mode, str) or mode not in ("affine", *_MODES):
             raise unsupported(f"{where}: mode", f"affine, {', '.join(_MODES)}", repr(mode))
-        if (
-            group_size < 1
-            or (mode == "affine" and bits not in _BITS)
-            or _MODES.get(mode) not in (None, (group_size, bits))
-        ):
+        is_sound = bits in _BITS and group_size > 0 if mode == "affine" else _MODES[mode] == (group_size, bits)
+        if not is_sound:
             raise unsupported(where, f"bits and group_size that MLX has for {mode}", f"{bits} and {group_size}")
         return group_size, bits, mode
 
@@ -140,5 +137,5 @@ def _of_mode(name: str, mode: str, octets: Tensor, scale: Tensor) -> QuantizedTe
         return float8_weight(name, octets.view(torch.float8_e4m3fn), scale, (1, group_size))
     if mode == "mxfp4":
         return table_weight(name, octets, group_size, "e8m0", {"scale": exponents(name, scale)})
-    scales = {"scale": scale.view(torch.float8_e4m3fn), "global_scale": torch.ones(1, 1)}
+    scales = {"scale": scale.view(torch.float8_e4m3fn), "global_scale": torch.ones(len(scale), 1)}
     return table_weight(name, octets, group_size, "e4m3", scales)

@@ -82,6 +82,6 @@ class ModelOpt(Layout):
         check_tensor(module, tensors, "weight_scale_2", FLOAT_DTYPES, *TENSOR_SHAPES)
         scales = {
             "scale": tensors["weight_scale"],
-            "global_scale": tensors["weight_scale_2"].float().view(1, 1),
+            "global_scale": tensors["weight_scale_2"].float().view(1, 1).expand(N, 1),
         }
         return table_weight(name, tensors["weight"], NVFP4_GROUP_SIZE, "e4m3", scales)

@@ -16,6 +16,7 @@ from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.formats.affine import Affine
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.column_order import COLUMN_ORDER, ColumnOrdered
 from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.group_scales import pack_bits
 from hf_trainweights.formats.int4 import GROUP_SIZES, Int4
@@ -139,17 +140,10 @@ def ordered_weight(
         return integer_weight(name, codes, scale, bits, zero)
     if bool((torch.bincount(groups, minlength=G) != K // G).any()):
         raise unsupported(name, f"groups of {K // G} columns each", "groups of different sizes in g_idx")
-    raise unsupported(name, "groups of neighbouring columns", "columns in groups by activation order")
-
-
-def with_plain_scales(weight: QuantizedTensor) -> QuantizedTensor:
-    """Return a weight of the same values whose rows share nothing but a table: each group has a float32 scale."""
-    form = weight.format
-    if not isinstance(form, Table4) or form.scales == "plain":
-        return weight
-    scale, _ = form.coding.decode(weight.tensors, weight.stored_shape[-1] // form.group_size)
-    tensors = {"qdata": weight.tensors["qdata"], "scale": scale, "table": weight.tensors["table"]}
-    return QuantizedTensor(tensors, Table4(form.group_size), weight.stored_shape, weight.dtype, weight.transposed)
+    order = groups.argsort(stable=True)
+    inner = integer_weight(name, codes[:, order], scale, bits, zero)
+    stored = {**inner.tensors, COLUMN_ORDER: order.to(torch.int32).unsqueeze(0)}
+    return make_weight(name, ColumnOrdered(inner.format), stored, tuple(codes.shape))
 
 
 def float8_weight(

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from imports.writers import LAYOUTS, METADATA, write_model
+from imports.number_writers import LAYOUTS
+from imports.writers import METADATA, write_model
 from torch import Tensor
 
 from hf_trainweights import import_directory, verify_model
