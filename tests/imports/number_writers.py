@@ -58,7 +58,7 @@ def bitsandbytes(
         (N, K), count = weight.shape, -(-weight.numel() // block)
         codes, absmax = random(N, K, bits=4), floats(count).abs() + 1e-3
         state: dict[str, Any] = {"quant_type": kind, "blocksize": block, "dtype": "bfloat16", "shape": [N, K]}
-        parts: Tensors = {"quant_map": NF4, "absmax": absmax}
+        parts: Tensors = {"quant_map": NF4.clone(), "absmax": absmax}
         if nested:
             stored, table = random(count, bits=8), floats(256, size=1)
             outer, offset = floats(-(-count // 256)).abs() + 1e-3, 0.0123456789
@@ -76,22 +76,25 @@ def bitsandbytes(
     return Layout({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}, write)
 
 
-def float4(preset: str, compressor: Any, group_size: int) -> Layout:
-    """Return NVFP4 or MXFP4 of compressed-tensors, dequantized by its own code."""
+def float4(preset: str, compressor: Any) -> Layout:
+    """Return NVFP4 or MXFP4 of compressed-tensors, whose own code gives the same numbers, rounded to bfloat16."""
     scheme = preset_name_to_scheme(preset, ["Linear"])
 
     def write(weight: Tensor) -> tuple[Tensors, Tensor]:
         N, K = weight.shape
-        tensors: Tensors = {"weight_packed": random(N, K // 2, bits=8)}
-        if group_size == 16:
-            scale = random(N, K // 16, bits=8) % 126 + 1
-            tensors |= {
-                "weight_scale": scale.view(torch.float8_e4m3fn),
-                "weight_global_scale": torch.tensor([1234.567]),
-            }
+        codes = random(N, K, bits=4)
+        tensors: Tensors = {"weight_packed": nibbles(codes)}
+        if preset.startswith("NV"):
+            scale, over = (random(N, K // 16, bits=8) % 126 + 1).view(torch.float8_e4m3fn), torch.tensor([1234.567])
+            tensors |= {"weight_scale": scale, "weight_global_scale": over}
+            quotient = rounded(scale.double() / over.double(), torch.float32)
         else:
             tensors |= {"weight_scale": random(N, K // 32, bits=4) + 112}
-        return tensors, compressor.decompress(dict(tensors), QuantizationScheme(**dict(scheme)))["weight"]
+            quotient = (tensors["weight_scale"].double() - 127).exp2()
+        dense = scaled(E2M1[codes.long()], quotient, torch.float32)
+        theirs = compressor.decompress(dict(tensors), QuantizationScheme(**dict(scheme)))["weight"]
+        assert torch.equal(theirs, dense.to(theirs.dtype))
+        return tensors, dense
 
     weights = json.loads(scheme.weights.model_dump_json())
     group = {"targets": ["Linear"], "weights": weights}
@@ -199,8 +202,8 @@ NUMBER_LAYOUTS = {
     "bitsandbytes-nf4": bitsandbytes(),
     "bitsandbytes-nf4-nested": bitsandbytes(nested=True),
     "bitsandbytes-fp4": bitsandbytes("fp4", storage=torch.bfloat16),
-    "ct-nvfp4": float4("NVFP4A16", NVFP4PackedCompressor, 16),
-    "ct-mxfp4": float4("MXFP4A16", MXFP4PackedCompressor, 32),
+    "ct-nvfp4": float4("NVFP4A16", NVFP4PackedCompressor),
+    "ct-mxfp4": float4("MXFP4A16", MXFP4PackedCompressor),
     **{f"modelopt-{kind}": modelopt(kind) for kind in ("nvfp4", "mxfp4", "mxfp8")},
     "fp8-exponents": Layout({"quant_method": "fp8", "weight_block_size": [128, 128]}, fp8_exponents),
     "fp8-experts": Layout({"quant_method": "fp8", "weight_block_size": [128, 128]}, fp8_experts),

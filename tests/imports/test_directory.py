@@ -13,8 +13,11 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES
+from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
+from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
 from covering import by_default
-from imports.writers import Layout, awq, compressed_tensors, float8, gptq, write_model
+from imports.number_writers import auto_round, bitsandbytes, float4, hqq, mlx, modelopt
+from imports.writers import Layout, awq, by_activations, compressed_tensors, float8, gptq, write_model
 from safetensors.torch import load_file, save_file
 from tiny_tokenizers import byte_level
 from torch import Tensor
@@ -42,6 +45,17 @@ EXACT = {
     "fp8-tensor": (float8("fp8", "weight_scale_inv", "tensor"), "float8_e4m3"),
     "fp8-one-block-a-row": (float8("fp8", "weight_scale_inv", "block"), "float8_e4m3"),
     "fbgemm-fp8": (float8("fbgemm_fp8", "weight_scale", "row"), "float8_e4m3"),
+    "fp8-blocks": (float8("fp8", "weight_scale_inv", "block", 32), "float8_e4m3 g32"),
+    "fp8-blocks-of-partial-columns": (float8("fp8", "weight_scale_inv", "block", 40), "float8_e4m3 g40"),
+    "mxfp8": (modelopt("mxfp8"), "float8_e4m3 g32 e8m0"),
+    "nf4": (bitsandbytes(), "table4 g64 plain"),
+    "nf4-nested": (bitsandbytes(nested=True), "table4 g64 nested"),
+    "nf4-of-blocks-over-rows": (bitsandbytes(nested=True, block=128), "table4 g64 plain"),
+    "fp4-in-bfloat16-storage": (bitsandbytes("fp4", storage=torch.bfloat16), "table4 g64 plain"),
+    "ct-nvfp4": (float4("NVFP4A16", NVFP4PackedCompressor), "table4 g16 e4m3_divided"),
+    "ct-mxfp4": (float4("MXFP4A16", MXFP4PackedCompressor), "table4 g32 e8m0"),
+    "modelopt-nvfp4": (modelopt("nvfp4"), "table4 g16 e4m3"),
+    "modelopt-mxfp4": (modelopt("mxfp4"), "table4 g32 e8m0"),
 }
 # Their scales are float16, whatever the dtype of the model.
 EXACT_IN_FLOAT16 = {
@@ -58,8 +72,16 @@ EXACT_IN_FLOAT16 = {
     "gptq-2-bits": (gptq(bits=2), "affine2 g32 none"),
     "gptq-3-bits-asymmetric": (gptq(bits=3, symmetric=False), "affine3 g32"),
     "gptq-8-bits-asymmetric": (gptq(bits=8, symmetric=False), "affine8 g32"),
+    "gptq-activation-order": (gptq(order=by_activations), "int4 g32 with ordered columns"),
+    "gptq-activation-order-asymmetric": (
+        gptq(3, order=by_activations, symmetric=False),
+        "affine3 g32 with ordered columns",
+    ),
+    "hqq": (hqq(), "affine4 g32 float_zero_point rounded each"),
+    "mlx-float16": (mlx(3, dtype=torch.float16), "affine3 g32 bias rounded each"),
+    "auto-round": (auto_round("auto_round:auto_gptq", gptq(symmetric=False)), "affine4 g32"),
 }
-FEW_IN_FLOAT16 = ("gptq-8-bits", "gptq-v2-asymmetric", "gptq-one-group-asymmetric", "awq")
+FEW_IN_FLOAT16 = ("gptq-8-bits", "gptq-v2-asymmetric", "gptq-activation-order-asymmetric", "awq", "hqq", "mlx-float16")
 
 
 def load(directory: Path) -> PreTrainedModel:
