@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from hf_trainweights.formats.base import Format
 from hf_trainweights.imports.conversion import Skeleton, Source, convert
 from hf_trainweights.imports.layouts import layout_of
 from hf_trainweights.imports.layouts.base import AGAIN
-from hf_trainweights.models.choosing.config import TrainWeightsConfig
+from hf_trainweights.models.choosing.description import config_of
 from hf_trainweights.models.choosing.summary import Summary
 from hf_trainweights.models.loading.saved_models import (
     check_config,
@@ -92,7 +91,7 @@ def import_directory(source: str | os.PathLike[str], out: str | os.PathLike[str]
         converted = temporary.with_name(f"{temporary.name}.converted")
         converted.mkdir()
         formats = convert(files, layout, skeleton, converted)
-        _write_config(converted, config, formats)
+        _write_config(converted, config, formats.most_common(1)[0][0])
         for directory in (converted, temporary):
             copy_companions(folder, directory)
         model = _load(folder, converted)
@@ -149,15 +148,9 @@ def _read_description(folder: Path) -> dict[str, Any]:
     raise ConfigError(str(folder / CONFIG_NAME), expected, "none", next_step)
 
 
-def _write_config(directory: Path, config: dict[str, Any], formats: Counter[Format]) -> None:
-    """Write config.json with this package's description of the weights.
-
-    It names the most common format of those that a name and a group size describe. Every weight in another format has
-    a tensor that describes it.
-    """
-    descriptions: list[dict[str, Any]] = [form.get_config() for form, _ in formats.most_common()]
-    default = next((each for each in descriptions if each.keys() <= {"format", "group_size"}), {"format": "int8"})
-    quantization = TrainWeightsConfig(**default).to_dict()
+def _write_config(directory: Path, config: dict[str, Any], default: Format) -> None:
+    """Write config.json with this package's description of the weights."""
+    quantization = config_of(default).to_dict()
     text = json.dumps({**config, "quantization_config": quantization}, indent=2)
     (directory / CONFIG_NAME).write_text(text, encoding="utf-8")
 

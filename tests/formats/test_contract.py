@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from weights import QUANTIZABLE
 
 from hf_trainweights.errors import ConfigError, CorruptFileError, QuantizationError
 from hf_trainweights.formats import FORMATS, arithmetic, base, compiled_search, get_format
@@ -41,8 +42,8 @@ property_test = settings(deadline=None, derandomize=True, database=None, max_exa
 
 def variants() -> Iterator[Format]:
     """Yield each format with its defaults, and with every usual group size and number of bits that it takes."""
-    choices = [{"group_size": group_size} for group_size in (32, 64, 128)] + [{"bits": bits} for bits in (2.5, 8)]
-    for name in FORMATS:
+    choices = [{"group_size": group_size} for group_size in (32, 64, 128)] + [{"bits": bits} for bits in (2.5, 3, 8)]
+    for name in QUANTIZABLE:
         yield get_format({"format": name})
         for chosen in choices:
             with contextlib.suppress(ConfigError):
@@ -56,7 +57,7 @@ COLUMN_SCALED = get_format({"format": "int4", "group_size": 32, "column_scale": 
 each_format = pytest.mark.parametrize("form", VARIANTS, ids=str)
 # Where trying many weights takes long.
 each_format_once = pytest.mark.parametrize(
-    "form", by_default([get_format({"format": name}) for name in FORMATS], VARIANTS), ids=str
+    "form", by_default([get_format({"format": name}) for name in QUANTIZABLE], VARIANTS), ids=str
 )
 each_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 
@@ -264,7 +265,7 @@ def assert_every_bit(form: Format, dtype: torch.dtype, kind: str, shape: tuple[i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", QUANTIZABLE)
 def test_threads_do_not_matter(name: str) -> None:
     form = get_format({"format": name})
     weight = random_weight(130, 1024, dtype=torch.bfloat16)
