@@ -138,10 +138,10 @@ def _nested(tensors: Mapping[str, Tensor], N: int, G: int, offset: float) -> dic
     runs = (first // OUTER_GROUPS).unsqueeze(1) + torch.arange(outer_count(G), device="cpu")
     return {
         "scale": tensors["weight.absmax"].view(N, G),
-        "scale_table": tensors["weight.nested_quant_map"].float().view(1, 256),
+        "nested_values": tensors["weight.nested_quant_map"].float().view(1, 256),
         "outer_scale": outer[runs.clamp(max=len(outer) - 1)],
         "phase": (first % OUTER_GROUPS).to(torch.uint8).unsqueeze(1),
-        "scale_offset": torch.full((N, 1), offset, dtype=torch.float32),
+        "nested_offset": torch.full((N, 1), offset, dtype=torch.float32),
     }
 
 
