@@ -201,7 +201,7 @@ def gpt_oss(weight: Tensor) -> tuple[Tensors, Tensor]:
 NUMBER_LAYOUTS = {
     "bitsandbytes-nf4": bitsandbytes(),
     "bitsandbytes-nf4-nested": bitsandbytes(nested=True),
-    "bitsandbytes-fp4": bitsandbytes("fp4", storage=torch.bfloat16),
+    "bitsandbytes-fp4": bitsandbytes("fp4"),
     "ct-nvfp4": float4("NVFP4A16", NVFP4PackedCompressor),
     "ct-mxfp4": float4("MXFP4A16", MXFP4PackedCompressor),
     **{f"modelopt-{kind}": modelopt(kind) for kind in ("nvfp4", "mxfp4", "mxfp8")},

@@ -29,10 +29,10 @@ _AWQ = ("auto_round:auto_awq", "auto_round:awq")
 def auto_round(config: Mapping[str, Any], metadata: Mapping[str, str]) -> Layout:
     """Return the layout that AutoRound's configuration names; UnsupportedError: it is none of these."""
     packing = config.get("packing_format", "auto_round:auto_gptq")
-    known = [*_GPTQ_VERSIONS, *_AWQ]
-    if not isinstance(packing, str) or packing not in known or str(config.get("data_type", "int")) != "int":
-        found = f"{packing!r} of {config.get('data_type', 'int')!r}"
-        raise unsupported(f"{WHERE}: packing_format", f"integers of {', '.join(known)}", found)
+    packings, data_type = [*_GPTQ_VERSIONS, *_AWQ], config.get("data_type", "int")
+    if not isinstance(packing, str) or packing not in packings or data_type != "int":
+        expected = f"integers of {', '.join(packings)}"
+        raise unsupported(f"{WHERE}: packing_format", expected, f"{packing!r} of {data_type!r}")
     if any("rotation" in key and value for key, value in config.items()):
         raise unsupported(f"{WHERE}: rotation", "weights that are used as they are", "a rotation")
     described = {**config, "dynamic": config.get("extra_config")}

@@ -44,7 +44,7 @@ _PART = re.compile(rf"(?P<module>.*)\.(?P<leaf>{'|'.join(map(re.escape, _PARTS))
 
 @dataclass(frozen=True)
 class _State:
-    """What the JSON of a weight says: its shape, the weights of a block, and the offset of quantized scales."""
+    """The JSON beside a weight: the weight's shape, the weights of a block, and the offset of quantized scales."""
 
     shape: tuple[int, int]
     block: int
@@ -108,8 +108,8 @@ def _octets(name: str, tensors: Mapping[str, Tensor], N: int, K: int) -> Tensor:
     """Return the codes of a weight as `[N, K / 2]` bytes, the even column in the low bits."""
     stored, count = tensors.get("weight"), -(-N * K // 2)
     if stored is None or stored.dtype not in _STORAGES or stored.dim() != 2 or stored.nbytes != count:
-        found = "none" if stored is None else f"{stored.dtype} of shape {tuple(stored.shape)}"
-        raise CorruptFileError(name, f"{count} bytes for {N} rows of {K} columns", found, AGAIN)
+        actual = "none" if stored is None else f"{stored.dtype} of shape {tuple(stored.shape)}"
+        raise CorruptFileError(name, f"{count} bytes for {N} rows of {K} columns", actual, AGAIN)
     if K % 2:
         raise unsupported(name, "an even number of columns", f"{K}")
     return swap_nibbles(stored.contiguous().flatten().view(torch.uint8).view(N, K // 2))

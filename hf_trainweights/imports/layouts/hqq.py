@@ -43,8 +43,8 @@ class Hqq(Layout):
     def weight(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
         """Return the weight of a module."""
         name = f"{module}.weight"
-        if found := sorted(_QUANTIZED_SCALES & tensors.keys()):
-            raise unsupported(f"{module}.{found[0]}", "scales and zero points that are floats", "quantized ones")
+        if quantized := sorted(_QUANTIZED_SCALES & tensors.keys()):
+            raise unsupported(f"{module}.{quantized[0]}", "scales and zero points that are floats", "quantized ones")
         bits, axis = self._number(module, tensors, "nbits"), self._number(module, tensors, "axis")
         if axis != 1:
             raise unsupported(f"{module}.axis", "1: groups of neighbouring columns", f"{axis}")
@@ -82,7 +82,7 @@ class Hqq(Layout):
             expected = f"{rows} rows of {size} {word}".replace("torch.", "")
             raise CorruptFileError(f"{module}.W_q", expected, f"shape {tuple(packed.shape)}", AGAIN)
         mask = 2**field - 1
-        fields = [(packed >> field * (parts - 1 - part)) & mask for part in range(parts)]
+        fields = [(packed >> start) & mask for start in range(field * (parts - 1), -1, -field)]
         codes = torch.cat(fields).to(torch.uint8)[:groups]
         if int(codes.amax()) >= 2**bits:
             raise CorruptFileError(f"{module}.W_q", f"codes of 0 to {2**bits - 1}", f"{int(codes.amax())}", AGAIN)
