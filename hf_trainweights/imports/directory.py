@@ -41,7 +41,12 @@ _KEYS = ("quantization_config", "compression_config")
 # MLX's key, whose description has no `quant_method`.
 _MLX_KEY = "quantization"
 # Older models of GPTQ, AWQ and ModelOpt have a file of their own for it, which may leave out this `quant_method`.
-_DESCRIPTIONS = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+_DESCRIPTIONS = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+    "quanto_qmap.json": "quanto",
+}
 # AWQ's names of two settings in its file, and their names in config.json.
 _OLD_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
 

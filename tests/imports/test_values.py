@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from imports.number_writers import E2M1, NF4, rounded
 from imports.writers import Tensors, words_along
 from torch import Tensor
 
+from hf_trainweights import QuantizedTensor
 from hf_trainweights.imports.layouts import layout_of
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -28,8 +31,8 @@ def random(*shape: int, bits: int) -> Tensor:
     return torch.randint(2**bits, shape, generator=GENERATOR, dtype=torch.uint8)
 
 
-def read(config: dict[str, object], tensors: Tensors) -> Tensor:
-    """Return the weight that is read, in float32 and in the dtype of its scales."""
+def read(config: dict[str, object], tensors: Tensors) -> QuantizedTensor:
+    """Return the weight that is read."""
     weight = layout_of(config, {}).read("m", {leaf: tensor.contiguous() for leaf, tensor in tensors.items()})
     assert weight is not None
     return weight
@@ -111,7 +114,6 @@ def test_blocks_of_float8_with_every_code_and_scale(scale_dtype: torch.dtype, dt
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nf4_with_scales_of_all_sizes_and_signs(dtype: torch.dtype) -> None:
-    import json
 
     N, K = 64, 1024
     codes, scale = random(N, K, bits=4), all_finite(torch.bfloat16, N * K // 64).float()

@@ -116,7 +116,8 @@ def offset_weight(
     if size % _GROUP_STEP:
         raise unsupported(name, f"groups of a multiple of {_GROUP_STEP} columns", f"groups of {size}")
     form = Affine(bits, size, offset=offset, rounding=rounding)
-    if form.fallback((N, K)) != form:
+    # A weight of one row is not quantized to these formats, but they hold it.
+    if form.fallback((max(N, 2), K)) != form:
         raise unsupported(name, f"a shape that {form} can hold", f"{N} rows of {K} columns")
     key = "bias" if offset == "bias" else "zero_point"
     tensors = {"qdata": pack_codes(codes, bits), "scale": by_row(name, scale, N), key: by_row(name, offsets, N)}
@@ -167,8 +168,7 @@ def float8_weight(
     if are_exponents:
         scale = exponents(name, scale)
     scale = scale if scale.dim() > 2 else by_row(name, scale, N)
-    if bool((scale == scale[..., :1]).all()):
-        scale = scale[..., :1]
+    if scale.shape[-1] == 1:
         scale = powers_of_two(scale) if are_exponents else scale
         return make_weight(name, Float8E4M3(), {"qdata": codes, "scale": scale}, tuple(codes.shape))
     if block[1] % _GROUP_STEP:
@@ -199,16 +199,16 @@ def table_weight(
 
     Raises:
         CorruptFileError: A number is not finite.
-        UnsupportedError: No format holds groups of this size, or so few rows or columns.
+        UnsupportedError: No format holds groups of this size.
     """
     *lead, K = (*octets.shape[:-1], octets.shape[-1] * 2)
-    if group_size % _GROUP_STEP or K % group_size or lead[-1] < 2:
-        expected = f"two rows or more, in groups of a multiple of {_GROUP_STEP} columns that divides {K}"
-        raise unsupported(name, expected, f"{lead[-1]} rows in groups of {group_size}")
-    for key, tensor in tensors.items():
+    if group_size % _GROUP_STEP or K % group_size:
+        expected = f"groups of a multiple of {_GROUP_STEP} columns that divides {K}"
+        raise unsupported(name, expected, f"groups of {group_size}")
+    values = torch.tensor(E2M1) if table is None else table.float()
+    for key, tensor in {**tensors, "table": values}.items():
         if tensor.is_floating_point() and not bool(tensor.float().isfinite().all()):
             raise CorruptFileError(name, f"finite numbers ({key})", "NaN or Inf", AGAIN)
-    values = torch.tensor(E2M1) if table is None else table.float()
     stored = {
         "qdata": octets.contiguous().view(torch.int32),
         **tensors,
