@@ -13,7 +13,7 @@ import torch
 from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
 from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
 from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
-from imports.writers import INTEGER_LAYOUTS, Layout, Tensors, awq, gptq, words_along
+from imports.writers import INTEGER_LAYOUTS, Layout, Tensors, awq, described, gptq, words_along
 from torch import Tensor
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -205,6 +205,7 @@ NUMBER_LAYOUTS = {
     "ct-nvfp4": float4("NVFP4A16", NVFP4PackedCompressor),
     "ct-mxfp4": float4("MXFP4A16", MXFP4PackedCompressor),
     **{f"modelopt-{kind}": modelopt(kind) for kind in ("nvfp4", "mxfp4", "mxfp8")},
+    "ct-mxfp8": described(modelopt("mxfp8").write, num_bits=8, type="float", strategy="group", group_size=32),
     "fp8-exponents": Layout({"quant_method": "fp8", "weight_block_size": [128, 128]}, fp8_exponents),
     "fp8-experts": Layout({"quant_method": "fp8", "weight_block_size": [128, 128]}, fp8_experts),
     **{f"mlx-{bits}-bits": mlx(bits) for bits in MLX_BITS},

@@ -120,6 +120,20 @@ def test_sizes_of_experts_are_no_numbers_of_experts() -> None:
         check_config({"num_experts": 20480}, 1500, 10**6, "config.json")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_no_number_beside_the_codes_may_be_nan(name: str) -> None:
+    tensors, _ = written(name)
+    config = LAYOUTS[name].config
+    for leaf, tensor in tensors.items():
+        if leaf == "weight" or not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
+            continue
+        damaged = tensor.clone()
+        damaged.view(-1)[0] = torch.nan
+        with pytest.raises(CorruptFileError, match=r"^m(\.weight)?: expected finite .*NaN"):
+            layout_of(config, METADATA).read("m", {**tensors, leaf: damaged})
+
+
 WORDS, UNEVEN = torch.zeros(4, 25, dtype=torch.int32), {"bits": 4, "group_size": 128}
 GROUPS = {"num_bits": 4, "strategy": "group", "group_size": 128}
 TORCHAO = {"_type": "IntxUnpackedToInt8Tensor", "_data": {"block_size": [1, 128]}}

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from imports.number_writers import E2M1, NF4, rounded
+from imports.number_writers import E2M1, LAYOUTS, NF4, rounded
 from imports.writers import Tensors, words_along
 from torch import Tensor
 
@@ -126,6 +126,17 @@ def test_nf4_with_scales_of_all_sizes_and_signs(dtype: torch.dtype) -> None:
     }
     wanted = (NF4[codes.long()].double() * by_group(scale.view(N, -1), 64)).float().to(dtype)
     assert_same(read({"quant_method": "bitsandbytes", "load_in_4bit": True}, tensors).dequantize(dtype), wanted)
+
+
+@pytest.mark.parametrize(
+    "name", ["mlx-8-bits", "bitsandbytes-nf4-nested", "ct-nvfp4", "ct-mxfp4", "modelopt-mxfp8", "hqq-8-bits", "ct-int8"]
+)
+def test_a_weight_of_one_row_is_read(name: str) -> None:
+    tensors, wanted = LAYOUTS[name].write(torch.randn(1, 64, generator=GENERATOR))
+    weight = read(LAYOUTS[name].config, tensors)
+    assert_same(weight.dequantize(wanted.dtype), wanted)
+    x = torch.eye(64, dtype=weight.dtype)
+    torch.testing.assert_close(torch.nn.functional.linear(x, weight).t(), weight.dequantize())
 
 
 def test_hqq_with_scales_and_zero_points_of_all_sizes() -> None:

@@ -193,6 +193,27 @@ def _torchao(weight: Tensor) -> tuple[Tensors, Tensor]:
     return tensors, codes * scale.repeat_interleave(32, 1)
 
 
+def described(write: Write, **weights: Any) -> Layout:
+    """Return compressed-tensors' description of weights that are written by other code."""
+    config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+    return Layout(config, write)
+
+
+def _ordered(weight: Tensor) -> tuple[Tensors, Tensor]:
+    """Return int4 codes of compressed-tensors with zero points, and the groups of columns by activation order."""
+    N, K = weight.shape
+    codes, scale, zero = asymmetric(weight, 4, 32)
+    order = by_activations(K, 32)
+    tensors = {
+        "weight_packed": words_along(codes, 4, 1),
+        "weight_scale": scale,
+        "weight_zero_point": words_along(zero, 4, 0),
+        "weight_shape": torch.tensor([N, K]),
+        "weight_g_idx": order.int(),
+    }
+    return tensors, (codes - zero[:, order]).to(scale.dtype) * scale[:, order]
+
+
 # Layouts of integers and float8; those of other numbers are in `number_writers`.
 INTEGER_LAYOUTS = {
     "gptq": gptq(),
@@ -205,6 +226,16 @@ INTEGER_LAYOUTS = {
     "ct-int4-channel-asymmetric": compressed_tensors("int", 4, "channel", symmetric=False),
     "ct-int8": compressed_tensors("int", 8, "channel", packed=False),
     "ct-float8": compressed_tensors("float", 8, "channel"),
+    "ct-activation-order": described(
+        _ordered, num_bits=4, strategy="group", group_size=32, symmetric=False, actorder="group"
+    ),
+    "ct-float8-blocks": described(
+        float8("", "weight_scale", "block", 32).write,
+        num_bits=8,
+        type="float",
+        strategy="block",
+        block_structure="32x32",
+    ),
     "fp8": float8("fp8", "weight_scale_inv", "tensor"),
     "fp8-blocks": float8("fp8", "weight_scale_inv", "block"),
     "fbgemm": float8("fbgemm_fp8", "weight_scale", "row"),

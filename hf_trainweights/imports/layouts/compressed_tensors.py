@@ -13,6 +13,7 @@ divided by the global scale, rounded to float32. Layout: https://github.com/vllm
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,8 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 _BITS = {"int": (2, 3, 4, 5, 6, 8), "float": (4, 8)}
 # The names of the ways in which elements share scales. Older files have none: a row or the weight then has one scale.
 _STRATEGIES = (None, "tensor", "channel", "group", "tensor_group", "block")
+# Older files have the sizes of a block as text.
+_BLOCK_TEXT = re.compile(r"[0-9]{1,6}x[0-9]{1,6}")
 _GROUP_STRATEGIES = ("group", "tensor_group")
 # NVFP4 and MXFP4 have groups of one size each.
 _NVFP4_GROUP_SIZE, _MXFP4_GROUP_SIZE = 16, 32
@@ -229,6 +232,9 @@ def _scheme(where: str, weights: Mapping[str, Any]) -> _Scheme:
     if strategy is None and weights.get("group_size") not in (None, -1):
         strategy = "group"
     size = integer(weights, "group_size", where) if strategy in _GROUP_STRATEGIES else -1
+    structure = weights.get("block_structure")
+    if isinstance(structure, str) and _BLOCK_TEXT.fullmatch(structure):
+        weights = {**weights, "block_structure": [int(size) for size in structure.split("x")]}
     block = block_size(weights, "block_structure", where) if strategy in (None, "block") else None
     symmetric = weights.get("symmetric", True) is not False
     return _Scheme(kind, bits, strategy, size, block, symmetric, weights.get("actorder") in ("group", "dynamic"))
