@@ -113,7 +113,7 @@ class Float8E4M3(Format):
     def unpack(self, tensors: Mapping[str, Tensor]) -> Unpacked:
         """Return the stored codes and scales, and for codes given as bytes a table of their values."""
         qdata, scale = tensors["qdata"], tensors["scale"]
-        K, size = qdata.shape[-1], self.group_size
+        K, size = qdata.size(-1), self.group_size
         if self.scales != "plain":
             scale, _ = SCALE_CODINGS[self.scales].decode(tensors, self._groups(K))
         if size is not None and K % size:

@@ -16,7 +16,8 @@
 G is the number of groups of a row, and S = K // 256 its number of superblocks. Files have one `global_scale` and one
 `nested_offset` for a weight; here each row has them, so that rows of several weights can be put together.
 The bytes of `group_scale` are those of GGUF's blocks, in their order. Every product of a float16 number and a small
-integer is exact in float32. The ops are those that every exporter of PyTorch writes.
+integer is exact in float32. The ops are those that every exporter of PyTorch writes,
+and sizes are read by `size(-1)`: TorchScript records `shape[-1]` as the dimension that it is in its example.
 """
 
 from __future__ import annotations
@@ -98,14 +99,19 @@ def _decode_e8m0(tensors: Mapping[str, Tensor], groups: int) -> GroupScales:
     return GroupScales(look_up_by_matrix(_E8M0, tensors["scale"]))
 
 
+def _octets(scale: Tensor) -> Tensor:
+    """Return float8 as bytes, and bytes unchanged: TorchScript records no view as the same dtype."""
+    return scale if scale.dtype == torch.uint8 else as_bytes(scale)
+
+
 def _decode_e4m3(tensors: Mapping[str, Tensor], groups: int) -> GroupScales:
     del groups
-    return GroupScales(look_up_by_matrix(E4M3, as_bytes(tensors["scale"])) * tensors["global_scale"])
+    return GroupScales(look_up_by_matrix(E4M3, _octets(tensors["scale"])) * tensors["global_scale"])
 
 
 def _decode_e4m3_divided(tensors: Mapping[str, Tensor], groups: int) -> GroupScales:
     del groups
-    return GroupScales(look_up_by_matrix(E4M3, as_bytes(tensors["scale"])) / tensors["global_scale"])
+    return GroupScales(look_up_by_matrix(E4M3, _octets(tensors["scale"])) / tensors["global_scale"])
 
 
 def outer_count(groups: int) -> int:
@@ -134,9 +140,9 @@ def _nested_columns(groups: int, scale_dtype: torch.dtype) -> Columns:
 
 def _decode_nested(tensors: Mapping[str, Tensor], groups: int) -> GroupScales:
     outer = tensors["outer_scale"]
-    if outer.shape[-1] > 1:
+    if outer.size(-1) > 1:
         places = torch.arange(groups, device=outer.device) + tensors["phase"].to(torch.int64)
-        outer = outer.gather(-1, torch.floor_divide(places, OUTER_GROUPS).clamp(max=outer.shape[-1] - 1))
+        outer = outer.gather(-1, torch.floor_divide(places, OUTER_GROUPS).clamp(max=outer.size(-1) - 1))
     blocks = look_up_by_matrix(tensors["nested_values"], tensors["scale"])
     return GroupScales(blocks * outer + tensors["nested_offset"])
 

@@ -110,7 +110,7 @@ class Table4(Format):
         indices, table = nibbles_of(octets_of(tensors["qdata"])), tensors["table"]
         scale = tensors["scale"]
         if self.scales != "plain":
-            scale, _ = self.coding.decode(tensors, indices.shape[-1] // self.group_size)
+            scale, _ = self.coding.decode(tensors, indices.size(-1) // self.group_size)
         return Unpacked(indices, scale, None, table=table)
 
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:

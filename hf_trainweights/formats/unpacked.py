@@ -16,7 +16,7 @@ class Unpacked:
     Args:
         codes: The unpacked codes, one for each weight, `[*, N, K]`, any dtype.
         scale: `[*, N, G]`, or `[*, N, 1]` for one scale a row.
-        limits: The smallest and the largest number; None if numbers are not integers.
+        limits: The smallest and the largest number, and zero; None if they are no integers of at most 8 bits.
         unit: The number that code 1 stands for, if there is no table.
         table: The number that each code stands for, float32 `[n]`, or `[*, 1, n]` for each matrix; None if that is the
             code times `unit`.

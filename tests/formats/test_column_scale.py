@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import stored_bits
 from torch import Tensor
 from weights import QUANTIZABLE
 
@@ -13,6 +12,7 @@ from hf_trainweights.formats import get_format
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.column_scale import ColumnScaled, choose_column_scale
+from hf_trainweights.testing.values import stored_bits
 
 each_format = pytest.mark.parametrize("name", QUANTIZABLE)
 each_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)

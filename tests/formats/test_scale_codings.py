@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import gguf
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from weights import stored_tensors
 
@@ -24,7 +27,10 @@ from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.scale_codings import E4M3, outer_count
 from hf_trainweights.formats.table4 import Table4
+from hf_trainweights.testing.format_tensors import WRITE_GOLDEN
+from hf_trainweights.testing.values import stored_bits
 
+GOLDEN = Path(__file__).parent / "golden"
 N, K = 5, 512
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -317,6 +323,32 @@ def test_floats_are_not_quantized_to_a_format_of_files_alone(form: Format) -> No
     assert form.columns(torch.zeros(N, K), torch.ones(K)) is None
     assert not form.for_new_values().is_import_only
     assert form.for_new_values().fallback((N, K)) == form.for_new_values()
+
+
+# What was written once is read for ever
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        *(form for form in dict.fromkeys(CODED) if form.is_import_only),
+        Affine(4, 128, offset="zero_point_minus_1"),
+        Affine(4, 64, offset="bias", rounding="each"),
+        Affine(8, None, offset="none"),
+        get_format({"format": "affine", "column_order": True}),
+    ],
+    ids=str,
+)
+def test_golden_bytes_are_read_as_ever(form: Format) -> None:
+    file, shape = GOLDEN / f"{str(form).replace(' ', '_')}.safetensors", (3, 256)
+    if os.environ.get(WRITE_GOLDEN) == "1" and not file.exists():
+        tensors = stored_tensors(form, shape, torch.float16)
+        values = {f"values.{dtype}": form.dequantize(tensors, shape, dtype) for dtype in FLOAT_DTYPES}
+        save_file(tensors | values, file)
+    golden = load_file(file)
+    tensors = {name: golden[name] for name in form.tensor_names}
+    for dtype in FLOAT_DTYPES:
+        assert stored_bits(form.dequantize(tensors, shape, dtype)) == stored_bits(golden[f"values.{dtype}"])
 
 
 @each_coded
