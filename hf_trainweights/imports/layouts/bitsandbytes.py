@@ -86,13 +86,13 @@ class BitsAndBytes(Layout):
         N, K = state.shape
         octets = _octets(name, tensors, N, K)
         blocks = -(-N * K // state.block)
-        check_tensor(module, tensors, "weight.quant_map", FLOAT_DTYPES, (16,))
+        check_tensor(module, tensors, "weight.quant_map", (torch.float32,), (16,))
         is_nested = "weight.nested_absmax" in tensors or "weight.nested_quant_map" in tensors
-        check_tensor(module, tensors, "weight.absmax", (torch.uint8,) if is_nested else FLOAT_DTYPES, (blocks,))
-        absmax, table = tensors["weight.absmax"], tensors["weight.quant_map"].float()
+        check_tensor(module, tensors, "weight.absmax", (torch.uint8 if is_nested else torch.float32,), (blocks,))
+        absmax, table = tensors["weight.absmax"], tensors["weight.quant_map"]
         if is_nested:
-            check_tensor(module, tensors, "weight.nested_absmax", FLOAT_DTYPES, (-(-blocks // OUTER_GROUPS),))
-            check_tensor(module, tensors, "weight.nested_quant_map", FLOAT_DTYPES, (256,))
+            check_tensor(module, tensors, "weight.nested_absmax", (torch.float32,), (-(-blocks // OUTER_GROUPS),))
+            check_tensor(module, tensors, "weight.nested_quant_map", (torch.float32,), (256,))
         if is_nested and K % state.block == 0:
             scales = _nested(tensors, N, K // state.block, state.offset)
             return table_weight(name, octets, state.block, "nested", scales, table)
@@ -100,7 +100,7 @@ class BitsAndBytes(Layout):
             absmax = _absmax(tensors, state.offset)
         # A block that goes on in the next row becomes groups of a row that repeat its scale.
         size = math.gcd(K, state.block)
-        scale = absmax.float()[torch.arange(N * K // size) * size // state.block].view(N, K // size)
+        scale = absmax[torch.arange(N * K // size) * size // state.block].view(N, K // size)
         return table_weight(name, octets, size, "plain", {"scale": scale}, table)
 
 
@@ -133,12 +133,12 @@ def _read_state(name: str, stored: Tensor) -> _State:
 
 def _nested(tensors: Mapping[str, Tensor], N: int, G: int, offset: float) -> dict[str, Tensor]:
     """Return the stored tensors of quantized scales, by row: which run of 256 blocks a group is in, it knows itself."""
-    outer = tensors["weight.nested_absmax"].float()
+    outer = tensors["weight.nested_absmax"]
     first = torch.arange(N, device="cpu") * G
     runs = (first // OUTER_GROUPS).unsqueeze(1) + torch.arange(outer_count(G), device="cpu")
     return {
         "scale": tensors["weight.absmax"].view(N, G),
-        "nested_values": tensors["weight.nested_quant_map"].float().view(1, 256),
+        "nested_values": tensors["weight.nested_quant_map"].view(1, 256),
         "outer_scale": outer[runs.clamp(max=len(outer) - 1)],
         "phase": (first % OUTER_GROUPS).to(torch.uint8).unsqueeze(1),
         "nested_offset": torch.full((N, 1), offset, dtype=torch.float32),
@@ -148,5 +148,5 @@ def _nested(tensors: Mapping[str, Tensor], N: int, G: int, offset: float) -> dic
 def _absmax(tensors: Mapping[str, Tensor], offset: float) -> Tensor:
     """Return quantized scales as float32, each operation rounded as bitsandbytes does."""
     codes = tensors["weight.absmax"]
-    outer = tensors["weight.nested_absmax"].float().repeat_interleave(OUTER_GROUPS)[: len(codes)]
-    return tensors["weight.nested_quant_map"].float()[codes.int()] * outer + torch.tensor(offset, dtype=torch.float32)
+    outer = tensors["weight.nested_absmax"].repeat_interleave(OUTER_GROUPS)[: len(codes)]
+    return tensors["weight.nested_quant_map"][codes.int()] * outer + torch.tensor(offset, dtype=torch.float32)
