@@ -7,8 +7,8 @@
 | `scales` | `[G, N]` | float16, or another float |
 | `g_idx` | `[K]`: the group of each column | int32 |
 
-`weight = (code - zero) * scale`, in the dtype of the scales. Version 1 stores each zero point minus 1. With `desc_act`
-the columns of a group lie scattered. Source: https://github.com/ModelCloud/GPTQModel
+`weight = (code - zero) * scale`, in the dtype of the scales. Version 1 stores each zero point minus 1. The
+columns of a group lie scattered after `desc_act`. Source: https://github.com/ModelCloud/GPTQModel
 """
 
 from __future__ import annotations

@@ -13,16 +13,13 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.errors import CorruptFileError
-from hf_trainweights.formats.affine import Affine
+from hf_trainweights.formats.affine import Affine, pack_codes, pack_zeros
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.column_order import COLUMN_ORDER, ColumnOrdered
 from hf_trainweights.formats.float8_e4m3 import Float8E4M3
-from hf_trainweights.formats.group_scales import pack_bits
 from hf_trainweights.formats.int4 import GROUP_SIZES, Int4
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.formats.packing import pack_int4
-from hf_trainweights.formats.planes import pack_planes
 from hf_trainweights.formats.table4 import Table4
 from hf_trainweights.imports.layouts.base import AGAIN, unsupported
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
@@ -81,7 +78,7 @@ def _affine_weight(name: str, codes: Tensor, scale: Tensor, bits: int, zero: Ten
         if form.fallback((N, K)) == form:
             tensors = {"qdata": pack_codes(codes, bits), "scale": scale}
             if zero is not None:
-                tensors["zero_point"] = pack_bits(zero, bits) if form.bit_packed else zero.to(torch.uint8)
+                tensors["zero_point"] = pack_zeros(zero, form)
             return make_weight(name, form, tensors, (N, K))
     zero = torch.full_like(codes[:, :1], 2 ** (bits - 1)) if zero is None else zero
     differences = codes.to(torch.int16) - zero.to(torch.int16).repeat_interleave(K // zero.shape[1], dim=1)
@@ -236,13 +233,6 @@ def unsigned(name: str, codes: Tensor, middle: int) -> Tensor:
     if low < -middle or high >= middle:
         raise CorruptFileError(name, f"codes of {-middle} to {middle - 1}", f"{low} to {high}", AGAIN)
     return (codes.to(torch.int16) + middle).to(torch.uint8)
-
-
-def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Pack uint8 codes `[*, K]` as `affine` stores them."""
-    if bits == 8:
-        return codes
-    return pack_int4(codes.view(torch.int8) - 8) if bits == 4 else pack_planes(codes.contiguous(), bits)
 
 
 def by_row(name: str, scale: Tensor, N: int) -> Tensor:
