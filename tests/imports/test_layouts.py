@@ -134,6 +134,12 @@ def test_no_number_beside_the_codes_may_be_nan(name: str) -> None:
             layout_of(config, METADATA).read("m", {**tensors, leaf: damaged})
 
 
+def test_scales_of_activations_in_old_models_of_awq_are_refused() -> None:
+    layout = layout_of(LAYOUTS["awq"].config, {})
+    with pytest.raises(UnsupportedError, match=r"^m\.act\.scales: expected weights that are used as they are"):
+        layout.read("m.act", {"scales": torch.ones(64)})
+
+
 WORDS, UNEVEN = torch.zeros(4, 25, dtype=torch.int32), {"bits": 4, "group_size": 128}
 GROUPS = {"num_bits": 4, "strategy": "group", "group_size": 128}
 TORCHAO = {"_type": "IntxUnpackedToInt8Tensor", "_data": {"block_size": [1, 128]}}

@@ -45,6 +45,8 @@ class Awq(Layout):
 
     def weight(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
         """Return the weight of a module."""
+        if tensors.keys() == {"scales"}:
+            raise unsupported(f"{module}.scales", "weights that are used as they are", "scales of an activation")
         K, words = matrix(module, tensors, "qweight", torch.int32)
         groups = self._sizes.groups(f"{module}.weight", K)
         check_tensor(module, tensors, "scales", FLOAT_DTYPES, *((G, words * CODES_PER_WORD) for G in groups))
