@@ -11,7 +11,7 @@
 
     weight = (code - zero) * scale + offset
 
-Each operation is rounded to float32, and the result to the dtype. With `rounding="each"` each operation is rounded to
+Each operation is rounded to float32, and the result to the dtype. If `rounding` is "each", each operation is rounded to
 the dtype.
 """
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats.arithmetic import as_bytes
 from hf_trainweights.formats.base import Format
-from hf_trainweights.formats.unpacked import fields_of, look_up_by_matrix
+from hf_trainweights.formats.unpacked import constant, fields_of, look_up_by_matrix
 
 SUPERBLOCK = 256
 """The number of columns of a superblock of GGUF."""
@@ -140,9 +140,10 @@ def _nested_columns(groups: int, scale_dtype: torch.dtype) -> Columns:
 
 def _decode_nested(tensors: Mapping[str, Tensor], groups: int) -> GroupScales:
     outer = tensors["outer_scale"]
-    if outer.size(-1) > 1:
+    count = constant(outer.size(-1))
+    if count > 1:
         places = torch.arange(groups, device=outer.device) + tensors["phase"].to(torch.int64)
-        outer = outer.gather(-1, torch.floor_divide(places, OUTER_GROUPS).clamp(max=outer.size(-1) - 1))
+        outer = outer.gather(-1, torch.floor_divide(places, OUTER_GROUPS).clamp(max=count - 1))
     blocks = look_up_by_matrix(tensors["nested_values"], tensors["scale"])
     return GroupScales(blocks * outer + tensors["nested_offset"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -80,6 +81,13 @@ def look_up_by_matrix(table: Tensor, codes: Tensor) -> Tensor:
         matrices = torch.arange(table.numel() // count, device=codes.device) * count
         codes = codes.to(torch.int32) + matrices.to(torch.int32).view(*table.shape[:-2], 1, 1)
     return look_up(table.flatten(), codes)
+
+
+def constant(size: int) -> int:
+    """Return the size of a stored tensor as a number that is no part of a traced graph: no input changes it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        return int(size)
 
 
 def octets_of(words: Tensor) -> Tensor:

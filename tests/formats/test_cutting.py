@@ -45,7 +45,8 @@ def test_columns_of_a_weight_of_another_program_are_cut_exactly(name: str) -> No
     stored, step = weight_of(form, shape).tensors, form.column_step
     whole = form.dequantize(stored, shape, torch.float32)
     for start, stop in ((0, 256), (256, 512), (step, 512 - step)):
-        if form.has_cuttable_columns:
+        # A part of nested scales may begin within a run that the whole weight shares.
+        if can_cut_columns(form, 512, start, stop) or name not in ("table4_nested", "int4_column_order"):
             part = cut_columns(form, stored, shape, start, stop)
             assert torch.equal(form.dequantize(part, (6, stop - start), torch.float32), whole[:, start:stop])
 

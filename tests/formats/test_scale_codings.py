@@ -32,7 +32,7 @@ from hf_trainweights.testing.values import stored_bits
 
 GOLDEN = Path(__file__).parent / "golden"
 N, K = 5, 512
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 each_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 
@@ -79,7 +79,7 @@ LAYOUTS = {
     Kind.TQ2_0: Layout(Affine(2, 256, offset="bias"), (bits(0, 2, 32), "scale")),
     Kind.IQ4_NL: Layout(Table4(32), ("scale", nibbles(16)), IQ4),
     Kind.IQ4_XS: Layout(Table4(32, "iq4_xs"), ("scale", "group_scale", nibbles(16)), IQ4),
-    Kind.MXFP4: Layout(Table4(32, "e8m0"), ("scale", nibbles(16)), E2M1),
+    Kind.MXFP4: Layout(Table4(32, "e8m0"), ("scale", nibbles(16)), MXFP4_VALUES),
 }
 
 
@@ -146,24 +146,13 @@ def test_blocks_of_gguf_have_the_values_that_gguf_reads(kind: Kind, wild: bool, 
     assert same(layout.form.dequantize(tensors, (N, K), dtype), torch.from_numpy(read).view(N, K).to(dtype))
 
 
-@each_dtype
-def test_mxfp4_has_the_values_that_transformers_reads(dtype: torch.dtype) -> None:
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    form, shape = Table4(32, "e8m0"), (3, N, 256)
-    tensors = stored_tensors(form, shape, dtype) | {"table": torch.tensor(E2M1).expand(3, 1, 16).contiguous()}
-    octets = tensors["qdata"].view(torch.uint8).view(3, N, 8, 16)
-    read = convert_moe_packed_tensors(octets, tensors["scale"], dtype=dtype).transpose(-1, -2)
-    assert same(form.dequantize(tensors, shape, dtype), read)
-
-
 def test_nvfp4_has_the_values_that_compressed_tensors_reads() -> None:
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
     from compressed_tensors.quantization import preset_name_to_scheme
 
     form = Table4(16, "e4m3_divided")
-    tensors = random_stored(form, 0, wild=False) | {"table": torch.tensor([E2M1])}
+    tensors = random_stored(form, 0, wild=False) | {"table": torch.tensor([MXFP4_VALUES])}
     tensors["global_scale"] = torch.full((N, 1), 1234.567)
     stored = {
         "weight_packed": tensors["qdata"].view(torch.uint8),

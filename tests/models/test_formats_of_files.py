@@ -13,12 +13,14 @@ from helpers import assert_close_product
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-from weights import random_codes, same_stored
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from weights import random_codes, same_stored, stored_tensors
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, dequantize_, quantize_
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.formats import get_format
 from hf_trainweights.formats.affine import Affine
+from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.column_order import ColumnOrdered
 from hf_trainweights.formats.float8_e4m3 import Float8E4M3
@@ -193,6 +195,16 @@ def test_an_order_that_misses_a_column_is_refused(tmp_path: Path) -> None:
         order[0, 0] = wrong if wrong != 3 else order[0, 1]
         with pytest.raises(CorruptFileError, match="column_order to hold each of 256 columns once"):
             QuantizedTensor(weight.tensors | {"column_order": order}, weight.format, weight.stored_shape, weight.dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_mxfp4_has_the_values_that_transformers_reads(dtype: torch.dtype) -> None:
+    form, shape, values = Table4(32, "e8m0"), (3, 5, 256), (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    table = torch.tensor([*values, *(-value for value in values)])
+    tensors = stored_tensors(form, shape, dtype) | {"table": table.expand(3, 1, 16).contiguous()}
+    octets = tensors["qdata"].view(torch.uint8).view(3, 5, 8, 16)
+    read = convert_moe_packed_tensors(octets, tensors["scale"], dtype=dtype).transpose(-1, -2)
+    assert torch.equal(form.dequantize(tensors, shape, dtype), read)
 
 
 def test_a_wrapper_stands_alone() -> None:
