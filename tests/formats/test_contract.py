@@ -159,6 +159,7 @@ def test_an_unknown_format_is_refused_with_the_known_ones(config: dict[str, obje
 def test_each_format_can_be_exported_and_all_but_those_of_eight_bits_gain_by_calibration(name: str) -> None:
     for column_scale in (False, True):
         form = get_format({"format": name, "column_scale": column_scale})
-        assert form.unpack(form.quantize(weight_with_outliers(6, 256))) is not None
+        unpacked = form.unpack(form.quantize(weight_with_outliers(6, 256)))
+        assert unpacked is not None, "write `unpack`: each format of this package is exported as a graph"
         gains = form.columns(uneven_weight(torch.float32), torch.ones(256)) is not None
         assert gains is (name not in WITHOUT_COLUMNS), "write `columns`, or add the name to WITHOUT_COLUMNS"
