@@ -38,8 +38,15 @@ from hf_trainweights.models.saving.new_directories import copy_companions, new_d
 
 # Keys of config.json that describe a quantized model. compressed-tensors used the second before Transformers knew it.
 _KEYS = ("quantization_config", "compression_config")
+# MLX's key, whose description has no `quant_method`.
+_MLX_KEY = "quantization"
 # Older models of GPTQ, AWQ and ModelOpt have a file of their own for it, which may leave out this `quant_method`.
-_DESCRIPTIONS = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+_DESCRIPTIONS = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+    "quanto_qmap.json": "quanto",
+}
 # AWQ's names of two settings in its file, and their names in config.json.
 _OLD_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
 
@@ -51,8 +58,8 @@ def import_directory(source: str | os.PathLike[str], out: str | os.PathLike[str]
     left out. The source stays as it is, and no code in it is executed.
 
     Args:
-        source: Directory or Hub id of a model in a layout of compressed-tensors, GPTQ, AWQ, bitsandbytes (int8),
-            torchao, or Transformers' own float8.
+        source: Directory or Hub id of a model in a layout of compressed-tensors, GPTQ, AWQ, AutoRound, bitsandbytes,
+            MLX, HQQ, ModelOpt, torchao, or Transformers' own MXFP4 and float8.
         out: A new or empty directory.
 
     Returns:
@@ -121,7 +128,11 @@ def _read_json(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         config = read_json_object(file, AGAIN)
     except OSError as error:
         raise ConfigError(str(file), "the configuration of a model", str(error), AGAIN) from error
-    described = next((config.pop(key) for key in _KEYS if config.get(key) is not None), None)
+    descriptions = {key: config.pop(key) for key in (*_KEYS, _MLX_KEY) if config.get(key) is not None}
+    described, mlx = next(iter(descriptions.values()), None), descriptions.get(_MLX_KEY)
+    if isinstance(mlx, dict):
+        # MLX repeats its description under the usual key, or leaves there that of the model it has converted.
+        described = {**mlx, "quant_method": "mlx", "model_type": config.get("model_type")}
     if described is None:
         described = _read_description(folder)
     if not isinstance(described, dict):
