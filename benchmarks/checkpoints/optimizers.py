@@ -170,9 +170,7 @@ def train(
         dataloader_pin_memory=False,
         **({"optim": choice.optim} if choice.optim else {}),
     )
-    trainer = Trainer(
-        model, arguments, train_dataset=_rows(), callbacks=[saver], optimizers=(choice.make(model), None)
-    )
+    trainer = Trainer(model, arguments, train_dataset=_rows(), callbacks=[saver], optimizers=(choice.make(model), None))
     trainer.remove_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
     return trainer

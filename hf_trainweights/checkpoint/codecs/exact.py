@@ -42,7 +42,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, ROLES, SQUARES, Codec, EncodedTensor, Params, References
+from hf_trainweights.checkpoint.codecs.base import (
+    LOSSY_DTYPES,
+    ROLES,
+    SQUARES,
+    Codec,
+    EncodedTensor,
+    Params,
+    References,
+)
 from hf_trainweights.checkpoint.codecs.coding.blocks import (
     CHUNK,
     BlockReader,

@@ -1,7 +1,7 @@
 """`norm-space`: rounds a first moment to steps of a norm, such as the largest gradient of late that Adamax divides by.
 
-It is `update-space` (see `moments`) with n * n in the place of v: n is the DECODED norm, the reference `exp_avg_sq`, and
-the product is rounded to float32. Then sqrt(n * n) is n, and the distance of two levels is t = n * step.
+It is `update-space` (see `moments`) with n * n in the place of v. n is the DECODED norm, the reference `exp_avg_sq`,
+and the product is rounded to float32. Then sqrt(n * n) is n, and the distance of two levels is t = n * step.
 
 Payloads and parameters are those of `update-space`.
 """

@@ -143,9 +143,7 @@ def _units(scales: Tensor, step: float) -> np.ndarray:
     return scales.to(torch.float32).numpy() * np.float32(step)
 
 
-def _encode_tile(
-    units: np.ndarray, elements: Tensor, levels: np.ndarray, row_sizes: np.ndarray
-) -> tuple[int, float]:
+def _encode_tile(units: np.ndarray, elements: Tensor, levels: np.ndarray, row_sizes: np.ndarray) -> tuple[int, float]:
     """Encode a tile for `LevelWriter.write`. Errors are in units of t."""
     m = to_float32(elements, "m")
     if library := compiled.library():

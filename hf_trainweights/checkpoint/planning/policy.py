@@ -3,10 +3,11 @@
 | role | tensors | `near-lossless` | `compact` |
 |---|---|---|---|
 | weight | parameters | delta-uniform, step rms / 4 | delta-uniform, step rms |
-| exp_avg | first moments of Adam and AdamW | update-space, step 1/4 | update-space, step 1/2 |
-| exp_avg_sq | their second moments; if exact, planes-rank1 | log-rank1, step 1 | log-rank1, step 2 |
+| exp_avg | means of gradients that are divided (see update_rules.py) | update-space, step 1/4 | update-space, step 1/2 |
+| momentum | means that are not | row-uniform, step 1/2 | row-uniform, step 1 |
+| exp_avg_sq, maximum, sum, norm | divisors; if exact, planes-rank1 | log-rank1, step 1 | log-rank1, step 2 |
 | buffer | buffers of the module | exact | exact |
-| other | step counters, states of other optimizers (see optimizers.py) | exact | exact |
+| factor, iterate, other | step counters, averaged weights, states without a rule | exact | exact |
 
 In `lossless` everything is exact. `rms` is the root mean square of a weight's first difference to its anchor. For a
 weight that has no anchor, the last update of Adam or an earlier anchor predicts `rms`. If neither exists, or the weight
@@ -221,15 +222,17 @@ class Policy:
         plan: dict[KeyPath, TensorPlan] = {}
         for index, values in states.items():
             name = names.get(index, str(index))
-            rule = next((rule for rule in rules.get(index, ()) if rule.fits(values)), None)
-            for key, tensor in _tensors(values).items():
+            paths = _paths(values, ("state", index))
+            flat = {key: value for key, (_, value) in paths.items()}
+            rule = next((rule for rule in rules.get(index, ()) if rule.fits(flat)), None)
+            for key, tensor in _tensors(flat).items():
                 state = state_of(rule, key)
                 codecs = _codecs(choose(state.role, name), state.role, tensor)
                 if rule and rule.is_norm(key):
                     codecs = tuple(map(_in_units_of_a_norm, codecs))
                 is_relative = any("exp_avg_sq" in codec.references for codec in codecs)
-                square = ("state", index, state.square) if is_relative else None
-                plan["state", index, key] = TensorPlan(state.role, name, codecs, exp_avg_sq=square)
+                square = paths[state.square][0] if is_relative and state.square else None
+                plan[paths[key][0]] = TensorPlan(state.role, name, codecs, exp_avg_sq=square)
         return plan
 
     @cached_property
@@ -284,6 +287,19 @@ def _tensors(mapping: object) -> dict[Any, Tensor]:
     if not isinstance(mapping, Mapping):
         return {}
     return {key: value for key, value in mapping.items() if isinstance(value, Tensor)}
+
+
+def _paths(values: Mapping[Any, Any], parent: KeyPath) -> dict[Any, tuple[KeyPath, Any]]:
+    """Return key path and value of each state of a parameter by its key, also of states in a dict of their own.
+
+    bitsandbytes puts its states into such a dict, so that FSDP does not gather them.
+    """
+    paths: dict[Any, tuple[KeyPath, Any]] = {}
+    for key, value in values.items():
+        inner = value.items() if isinstance(value, Mapping) else ()
+        paths |= {inner_key: ((*parent, key, inner_key), state) for inner_key, state in inner}
+        paths[key] = (*parent, key), value
+    return {key: found for key, found in paths.items() if not isinstance(found[1], Mapping)}
 
 
 def _steps_per_rms(choice: str | Codec, role: str, tensor: Tensor) -> int:

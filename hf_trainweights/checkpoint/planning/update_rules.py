@@ -62,7 +62,7 @@ OPTIMIZER_ROLES = tuple(role for role in ROLES if role not in ("weight", "buffer
 
 
 @dataclass(frozen=True)
-class State:
+class StateRole:
     """The role of an optimizer's state.
 
     Args:
@@ -78,13 +78,15 @@ class State:
 
     def __post_init__(self) -> None:
         if self.role not in OPTIMIZER_ROLES:
-            raise ConfigError("State, role", f"one of {', '.join(OPTIMIZER_ROLES)}", repr(self.role), "Choose one.")
+            raise ConfigError("StateRole, role", f"one of {', '.join(OPTIMIZER_ROLES)}", repr(self.role), "Choose one.")
         if (self.role == "exp_avg") != (self.square is not None):
             next_step = "A mean that is divided by nothing has the role momentum."
-            raise ConfigError("State, square", "a key for exp_avg, and none elsewhere", repr(self.square), next_step)
+            raise ConfigError(
+                "StateRole, square", "a key for exp_avg, and none elsewhere", repr(self.square), next_step
+            )
 
 
-_EXACT = State("other")
+_EXACT = StateRole("other")
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class UpdateRule:
         ConfigError: The square of a state is not itself one that is divided by.
     """
 
-    states: Mapping[str, State]
+    states: Mapping[str, StateRole]
     exact: Collection[str] = ()
 
     def __post_init__(self) -> None:
@@ -129,11 +131,11 @@ class UpdateRule:
 
 Rules = tuple[UpdateRule, ...]
 
-_MEAN, _SQUARE, _MOMENTUM = State("exp_avg", "exp_avg_sq"), State("exp_avg_sq"), State("momentum")
+_MEAN, _SQUARE, _MOMENTUM = StateRole("exp_avg", "exp_avg_sq"), StateRole("exp_avg_sq"), StateRole("momentum")
 _MOMENTS = {"exp_avg": _MEAN, "exp_avg_sq": _SQUARE}
 _BUFFER = UpdateRule({"momentum_buffer": _MOMENTUM})
-_FACTORS = {"exp_avg_sq_row": State("factor"), "exp_avg_sq_col": State("factor")}
-_OF_SCHEDULE_FREE = UpdateRule({"z": State("iterate"), "exp_avg_sq": _SQUARE})
+_FACTORS = {"exp_avg_sq_row": StateRole("factor"), "exp_avg_sq_col": StateRole("factor")}
+_OF_SCHEDULE_FREE = UpdateRule({"z": StateRole("iterate"), "exp_avg_sq": _SQUARE})
 
 ADAM = "torch.optim.adam.Adam"
 # If states of Adam and AdamW are AMSGrad's, the update divides by the root of the maximum.
@@ -141,15 +143,15 @@ ADAM_RULES: Rules = (
     UpdateRule(_MOMENTS, {"step"}),
     UpdateRule(
         {
-            "exp_avg": State("exp_avg", "max_exp_avg_sq"),
+            "exp_avg": StateRole("exp_avg", "max_exp_avg_sq"),
             "exp_avg_sq": _SQUARE,
-            "max_exp_avg_sq": State("maximum"),
+            "max_exp_avg_sq": StateRole("maximum"),
         },
         {"step"},
     ),
 )
 # The 32-bit states of bitsandbytes. Its 8-bit states are integers, so they stay exact.
-_ADAM_OF_BITSANDBYTES = UpdateRule({"state1": State("exp_avg", "state2"), "state2": _SQUARE}, {"step"})
+_ADAM_OF_BITSANDBYTES = UpdateRule({"state1": StateRole("exp_avg", "state2"), "state2": _SQUARE}, {"step"})
 _MOMENTUM_OF_BITSANDBYTES = UpdateRule({"state1": _MOMENTUM}, {"step"})
 
 RULES: dict[str, Rules] = {
@@ -161,7 +163,7 @@ RULES: dict[str, Rules] = {
     "torch.optim.radam.RAdam": (UpdateRule(_MOMENTS, {"step"}),),
     "torch.optim.nadam.NAdam": (UpdateRule(_MOMENTS, {"step", "mu_product"}),),
     "torch.optim.adamax.Adamax": (
-        UpdateRule({"exp_avg": State("exp_avg", "exp_inf"), "exp_inf": State("norm")}, {"step"}),
+        UpdateRule({"exp_avg": StateRole("exp_avg", "exp_inf"), "exp_inf": StateRole("norm")}, {"step"}),
     ),
     # The difference of two rounded states, by which a centered RMSprop divides, could become negative.
     "torch.optim.rmsprop.RMSprop": (
@@ -169,19 +171,19 @@ RULES: dict[str, Rules] = {
         UpdateRule({"square_avg": _SQUARE, "momentum_buffer": _MOMENTUM}, {"step"}),
         UpdateRule({"momentum_buffer": _MOMENTUM}, {"step", "square_avg", "grad_avg"}),
     ),
-    "torch.optim.adagrad.Adagrad": (UpdateRule({"sum": State("sum")}, {"step"}),),
+    "torch.optim.adagrad.Adagrad": (UpdateRule({"sum": StateRole("sum")}, {"step"}),),
     "torch.optim.adadelta.Adadelta": (UpdateRule({"square_avg": _SQUARE, "acc_delta": _SQUARE}, {"step"}),),
     "torch.optim.sgd.SGD": (_BUFFER,),
     "torch.optim.Muon": (_BUFFER,),
     "torch.optim.Adafactor": (
-        UpdateRule({"row_var": State("factor"), "col_var": State("factor")}, {"step"}),
-        UpdateRule({"variance": State("factor")}, {"step"}),
+        UpdateRule({"row_var": StateRole("factor"), "col_var": StateRole("factor")}, {"step"}),
+        UpdateRule({"variance": StateRole("factor")}, {"step"}),
     ),
     "transformers.optimization.Adafactor": (
         UpdateRule(_FACTORS, {"step", "RMS"}),
         UpdateRule({**_FACTORS, "exp_avg": _MOMENTUM}, {"step", "RMS"}),
-        UpdateRule({"exp_avg_sq": State("factor")}, {"step", "RMS"}),
-        UpdateRule({"exp_avg_sq": State("factor"), "exp_avg": _MOMENTUM}, {"step", "RMS"}),
+        UpdateRule({"exp_avg_sq": StateRole("factor")}, {"step", "RMS"}),
+        UpdateRule({"exp_avg_sq": StateRole("factor"), "exp_avg": _MOMENTUM}, {"step", "RMS"}),
     ),
     "bitsandbytes.optim.adam.Adam": (_ADAM_OF_BITSANDBYTES,),
     "bitsandbytes.optim.adamw.AdamW": (_ADAM_OF_BITSANDBYTES,),
@@ -192,7 +194,7 @@ RULES: dict[str, Rules] = {
     "prodigyopt.prodigy.Prodigy": (UpdateRule({**_MOMENTS, "s": _MOMENTUM}, {"step", "p0"}),),
     "schedulefree.adamw_schedulefree.AdamWScheduleFree": (_OF_SCHEDULE_FREE,),
     "schedulefree.radam_schedulefree.RAdamScheduleFree": (_OF_SCHEDULE_FREE,),
-    "schedulefree.sgd_schedulefree.SGDScheduleFree": (UpdateRule({"z": State("iterate")}),),
+    "schedulefree.sgd_schedulefree.SGDScheduleFree": (UpdateRule({"z": StateRole("iterate")}),),
     "pytorch_optimizer.optimizer.adopt.ADOPT": (UpdateRule({"exp_avg": _MOMENTUM, "exp_avg_sq": _SQUARE}),),
     "pytorch_optimizer.optimizer.ademamix.AdEMAMix": (UpdateRule({**_MOMENTS, "exp_avg_slow": _MOMENTUM}),),
 }
@@ -211,7 +213,7 @@ def register_update_rule(optimizer_class: str, *rules: UpdateRule) -> None:
         ConfigError: The class has another rule already, or there is no rule.
 
     Examples:
-        >>> rule = UpdateRule({"velocity": State("momentum")}, exact={"step"})
+        >>> rule = UpdateRule({"velocity": StateRole("momentum")}, exact={"step"})
         >>> register_update_rule("doctest.Signs", rule)
         >>> RULES.pop("doctest.Signs") == (rule,)
         True
@@ -224,6 +226,6 @@ def register_update_rule(optimizer_class: str, *rules: UpdateRule) -> None:
         raise ConfigError(where, "a class without rules", "one that has other rules already", next_step)
 
 
-def state_of(rule: UpdateRule | None, key: Any) -> State:
+def state_of(rule: UpdateRule | None, key: Any) -> StateRole:
     """Return the role of a state under a rule; under no rule, and for keys that the rule does not name, it is exact."""
     return _EXACT if rule is None else rule.states.get(key, _EXACT)
