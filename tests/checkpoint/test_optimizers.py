@@ -1,4 +1,4 @@
-"""Every way to save training with optimizers of every kind: only states that have a rule are rounded, no weight is lost."""
+"""Every way to save training with every optimizer: only states that have a rule are rounded, and no weight is lost."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_states_of_adam_are_rounded_by_every_way(tmp_path: Path, way: Way, kind:
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("kind", RULED)
-@pytest.mark.parametrize("way", SEES_THE_OPTIMIZER + [by_compress_directory], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", [*SEES_THE_OPTIMIZER, by_compress_directory], ids=lambda way: way.__name__)
 def test_states_of_optimizers_that_have_a_rule_are_rounded_by_every_way(tmp_path: Path, way: Way, kind: str) -> None:
     path = tmp_path / "checkpoint-6"
     make, roles = RULED[kind]

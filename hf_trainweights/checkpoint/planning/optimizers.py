@@ -3,8 +3,8 @@
 `update_rules` is the table of these rules. States of a class that is not in it stay exact.
 
 Files that other packages wrote do not name the class. Then the settings in the parameter groups decide: only one class
-records exactly those of a row of `_SETTINGS`, and maybe of `_LATER_SETTINGS`. RAdam's settings are those of many classes
-of other packages, so it has no row.
+records exactly those of a row of `_SETTINGS`, and maybe of `_LATER_SETTINGS`. RAdam, Adamax and Adadelta have no row,
+because many classes of other packages have their settings.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 | role | tensors | `near-lossless` | `compact` |
 |---|---|---|---|
 | weight | parameters | delta-uniform, step rms / 4 | delta-uniform, step rms |
-| exp_avg | means of gradients that are divided (see update_rules.py) | update-space, step 1/4 | update-space, step 1/2 |
+| exp_avg | means that are divided (see update_rules.py) | update-space, step 1/4 | update-space, step 1/2 |
 | momentum | means that are not | row-uniform, step 1/2 | row-uniform, step 1 |
 | exp_avg_sq, maximum, sum, norm | divisors; if exact, planes-rank1 | log-rank1, step 1 | log-rank1, step 2 |
 | buffer | buffers of the module | exact | exact |

@@ -10,7 +10,7 @@ have made, before weight decay. b1, b2 and so on are the optimizer's betas, t is
 | role | unit of the error e | the state |
 |---|---|---|
 | exp_avg | the root of the state's square, or its norm | a mean of gradients that is divided by that |
-| momentum | the root mean square of its row | a mean of gradients, or of steps, that is divided by nothing of its size |
+| momentum | the root mean square of its row | a mean that is divided by nothing of its own size |
 | exp_avg_sq | log2 | a mean of squares, by whose root gradients are divided |
 | maximum | log2 | the largest `exp_avg_sq` so far, which takes its place |
 | sum | log2 | a sum of squares, by whose root gradients are divided |
@@ -19,12 +19,13 @@ have made, before weight decay. b1, b2 and so on are the optimizer's betas, t is
 | iterate | | other weights, such as averaged ones; exact |
 
 An error in a square makes a divisor wrong by a factor of at most 2**(e / 2), and one in a norm by 2**e, because what
-the next gradient adds has no error. So u changes by at most D = |u| (2**(e / 2) - 1). An error in `exp_avg` adds A lr:
+the next gradient adds has no error. So u changes by at most D = |u| (2**(e / 2) - 1). An error in `exp_avg` adds A lr, and
+A of Adam is e b1 / (1 - b1**t) * sqrt((1 - b2**t) / b2):
 
 | optimizer | an error in these states | moves a weight in one step by at most |
 |---|---|---|
-| Adam, AdamW, FusedAdam, SparseAdam, Adam of bitsandbytes | exp_avg, exp_avg_sq | A lr + D, A = e b1 / (1 - b1**t) * sqrt((1 - b2**t) / b2) |
-| the same with amsgrad | exp_avg, in the unit of max_exp_avg_sq | A lr + D, A without the root of b2; e of D is the larger one |
+| Adam, AdamW, FusedAdam, SparseAdam, Adam of bitsandbytes | exp_avg, exp_avg_sq | A lr + D |
+| the same with amsgrad, exp_avg in the unit of its maximum | all three | A lr + D, A without b2; e of D is the larger |
 | RAdam | the same | A and D times the rectification; before it: e lr b1 / (1 - b1**t) sqrt(exp_avg_sq) |
 | NAdam | exp_avg, exp_avg_sq | A lr + D, A = e b1 mu' / (1 - product mu') * sqrt((1 - b2**t) / b2) |
 | Prodigy | the same | d (A lr + D), A as of Adam; `s` changes d by a factor of at most 1 + e sum(rms) / sum(abs(s)) |

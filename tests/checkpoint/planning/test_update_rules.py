@@ -31,7 +31,7 @@ def gradient(generator: torch.Generator, *, is_sparse: bool = False) -> Tensor:
     return dense.to_sparse(1) if is_sparse else dense
 
 
-def decoded(state: dict[str, Any], mode: str, name: str) -> tuple[dict[str, Any], dict[str, float]]:
+def decoded(state: dict[str, Any], mode: str, name: str | None) -> tuple[dict[str, Any], dict[str, float]]:
     """Returns a state dict after a way through a file, and the bounds of the parameter's states."""
     written = encode_file(state, Policy(mode).plan_optimizer(state, optimizer=name))
     bounds = {row.path.rpartition(".")[2]: row.bound for row in written.report if row.bound is not None}
@@ -72,7 +72,7 @@ def test_a_step_from_decoded_states_moves_a_weight_as_far_as_promised(row: Row, 
             used += decay * start.double()
         rate = group["lr"] * group.get("d", 1.0)
         kept = start.double() * (1 - rate * decay if is_decoupled(row, group) else 1)
-        states = [doubled(state["state"][0]) for state in (before, after)]
+        states = doubled(before["state"][0]), doubled(after["state"][0])
         promised = row.formula(Step(group, *states, bounds, used, exact - kept))
         error = (near - exact).abs() if promised.shape == exact.shape else (near - exact).norm()
         slack = SLACK[row.dtype] * (1 + promised.abs())
@@ -116,7 +116,7 @@ class Heavy(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for weight in self.param_groups[0]["params"]:
             velocity = self.state[weight].setdefault("velocity", torch.zeros_like(weight))
             velocity.mul_(0.9).add_(weight.grad)
@@ -140,7 +140,7 @@ def test_a_rule_that_is_registered_rounds_the_states_of_its_class(heavy: Heavy) 
     state = heavy.state_dict()
     assert decoded(state, "near-lossless", HEAVY)[1] == {}
     register_update_rule(HEAVY, UpdateRule({"velocity": StateRole("momentum")}))
-    back, bounds = decoded(state, "near-lossless", class_name(heavy) or "")
+    back, bounds = decoded(state, "near-lossless", class_name(heavy))
     before, after = (each["state"][0]["velocity"] for each in (state, back))
     rms = before.square().mean(1, keepdim=True).sqrt()
     assert 0 < ((after - before).abs() / rms.clamp(min=1e-30)).max() <= bounds["velocity"] <= 0.26
@@ -155,7 +155,7 @@ def test_a_class_has_one_set_of_rules() -> None:
 
 
 def test_a_rule_that_no_update_could_have_is_refused() -> None:
-    with pytest.raises(ConfigError, match="StateRole, role: expected one of exp_avg, .*momentum"):
+    with pytest.raises(ConfigError, match=r"StateRole, role: expected one of exp_avg, .*momentum"):
         StateRole("moment")
     with pytest.raises(ConfigError, match="expected a key for exp_avg, and none elsewhere"):
         StateRole("exp_avg")
