@@ -96,7 +96,7 @@ CHOICES = {
         optim: Choice(lr, optim=optim)
         for optim, lr in {
             "adamw_torch_8bit": 1e-3,
-            "adafactor": 1e-2,
+            "adafactor": 1e-3,
             "schedule_free_adamw": 2e-3,
             "schedule_free_radam": 2e-3,
             "schedule_free_sgd": 1.0,

@@ -1,8 +1,8 @@
 """`row-uniform`: rounds a momentum to a uniform step in each row, a part of the row's own root mean square.
 
 Optimizers that keep no second moment have no unit of their own for a momentum: SGD adds it, Lion takes its signs, and
-Muon makes its rows and columns orthogonal. What an element does there depends on how large it is beside the others, and
-rows differ most: the row of an embedding whose word is rare is a thousand times smaller than others.
+Muon makes its rows and columns orthogonal. There an element counts as far as it is large beside the others, and rows
+differ most: the row of an embedding whose word is rare is a thousand times smaller than others.
 
 The tensor is viewed as a matrix [R, C] (see `levels`), a vector as one row. Let s be the root mean square of the finite
 elements of a row, rounded to bfloat16. The distance of two levels is t = s * step. All numbers are float32, and each

@@ -18,9 +18,9 @@ have made, before weight decay. b1, b2 and so on are the optimizer's betas, t is
 | factor | | rows and columns that predict squares; exact, because they take no space |
 | iterate | | other weights, such as averaged ones; exact |
 
-An error in a square makes a divisor wrong by a factor of at most 2**(e / 2), and one in a norm by 2**e, because what
-the next gradient adds has no error. So u changes by at most D = |u| (2**(e / 2) - 1). An error in `exp_avg` adds A lr, and
-A of Adam is e b1 / (1 - b1**t) * sqrt((1 - b2**t) / b2):
+An error in a square makes a divisor wrong by a factor of at most 2**(e / 2), and one in a norm by 2**e, because the next
+gradient adds a part without an error. So u changes by at most D = |u| (2**(e / 2) - 1). An error in `exp_avg` adds A lr,
+and A of Adam is e b1 / (1 - b1**t) * sqrt((1 - b2**t) / b2):
 
 | optimizer | an error in these states | moves a weight in one step by at most |
 |---|---|---|
@@ -28,7 +28,7 @@ A of Adam is e b1 / (1 - b1**t) * sqrt((1 - b2**t) / b2):
 | the same with amsgrad, exp_avg in the unit of its maximum | all three | A lr + D, A without b2; e of D is the larger |
 | RAdam | the same | A and D times the rectification; before it: e lr b1 / (1 - b1**t) sqrt(exp_avg_sq) |
 | NAdam | exp_avg, exp_avg_sq | A lr + D, A = e b1 mu' / (1 - product mu') * sqrt((1 - b2**t) / b2) |
-| Prodigy | the same | d (A lr + D), A as of Adam; `s` changes d by a factor of at most 1 + e sum(rms) / sum(abs(s)) |
+| Prodigy | exp_avg, exp_avg_sq | d lr e b1 / sqrt(b2) + D, without its correction of the bias |
 | Adamax | exp_avg, exp_inf | e lr b1 / (b2 (1 - b1**t)) + abs(u) (2**e - 1) |
 | RMSprop | square_avg, momentum_buffer | D + e lr momentum rms |
 | Adagrad, Adadelta | sum; square_avg, acc_delta | D; both together: e of D is the sum of both |
@@ -67,7 +67,7 @@ class StateRole:
     """The role of an optimizer's state.
 
     Args:
-        role: One of `OPTIMIZER_ROLES`; `hf_trainweights.checkpoint.planning.update_rules` says what each means.
+        role: One of `OPTIMIZER_ROLES`; `hf_trainweights.checkpoint.planning.update_rules` explains them.
         square: For `exp_avg`, the key of the state by whose root it is divided, or of the norm.
 
     Raises:
@@ -192,7 +192,8 @@ RULES: dict[str, Rules] = {
     "bitsandbytes.optim.sgd.SGD": (_MOMENTUM_OF_BITSANDBYTES,),
     "bitsandbytes.optim.rmsprop.RMSprop": (UpdateRule({"state1": _SQUARE}, {"step"}),),
     "lion_pytorch.lion_pytorch.Lion": (UpdateRule({"exp_avg": _MOMENTUM}),),
-    "prodigyopt.prodigy.Prodigy": (UpdateRule({**_MOMENTS, "s": _MOMENTUM}, {"step", "p0"}),),
+    # Prodigy estimates its rate from `s`, so an error there would change the rate of all weights.
+    "prodigyopt.prodigy.Prodigy": (UpdateRule(_MOMENTS, {"step", "s", "p0"}),),
     "schedulefree.adamw_schedulefree.AdamWScheduleFree": (_OF_SCHEDULE_FREE,),
     "schedulefree.radam_schedulefree.RAdamScheduleFree": (_OF_SCHEDULE_FREE,),
     "schedulefree.sgd_schedulefree.SGDScheduleFree": (UpdateRule({"z": StateRole("iterate")}),),
@@ -204,7 +205,7 @@ RULES: dict[str, Rules] = {
 def register_update_rule(optimizer_class: str, *rules: UpdateRule) -> None:
     """Add the rule of an optimizer of your own, so that lossy modes round its states.
 
-    Derive it from the update that the class makes. What a lossy mode does to each role is in `Policy`.
+    Derive it from the update that the class makes. `Policy` rounds each role in its own way.
 
     Args:
         optimizer_class: Module and name of the class. It serves subclasses that do not change `step` too.
