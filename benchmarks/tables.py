@@ -604,10 +604,11 @@ def checkpoint_optimizers() -> str:
         rows.append([name, ", ".join(seeds[0]["roles"]) or "none", f"{ratio:.1f}", *losses, str(len(seeds))])
     header = ["optimizer", "roles that are rounded", "ratio", "mean", "largest", "bias", "seeds"]
     caption = (
-        "Near-lossless, a Llama of 1.25M parameters from scratch, saves at steps 50, 100 and 150 of 250. Ratio: bytes "
-        "of weights and optimizer as a Trainer writes them, divided by those of the third save. Then the differences of "
-        "the losses, in nats, over the 100 steps after a resume from that save, to the run that went on: the mean of "
-        "the seeds, and the largest over all of them. Names in small letters are values of the Trainer's `optim`; where no role is "
+        "Near-lossless, a Llama of 1.25M parameters from scratch, saves at steps 50, 100 and 150 of 250. Ratio: "
+        "bytes of weights and optimizer as a Trainer writes them, divided by those of the third save. Then the "
+        "differences of the losses, in nats, over the 100 steps after a resume from that save, to the run that went "
+        "on: the mean of the seeds, and the largest over all of them. Names in small letters are values of the "
+        "Trainer's `optim`; where no role is "
         f"rounded, only weights are. {report['cpu']}."
     )
     return f"{table(header, rows)}\n\n{caption}"

@@ -18,9 +18,9 @@ have made, before weight decay. b1, b2 and so on are the optimizer's betas, t is
 | factor | | rows and columns that predict squares; exact, because they take no space |
 | iterate | | other weights, such as averaged ones; exact |
 
-An error in a square makes a divisor wrong by a factor of at most 2**(e / 2), and one in a norm by 2**e, because the next
-gradient adds a part without an error. So u changes by at most D = |u| (2**(e / 2) - 1). An error in `exp_avg` adds A lr,
-and A of Adam is e b1 / (1 - b1**t) * sqrt((1 - b2**t) / b2):
+An error in a square makes a divisor wrong by a factor of at most 2**(e / 2), and one in a norm by 2**e, because the
+next gradient adds a part without an error. So u changes by at most D = |u| (2**(e / 2) - 1). An error in `exp_avg` adds
+A lr, and A of Adam is e b1 / (1 - b1**t) * sqrt((1 - b2**t) / b2):
 
 | optimizer | an error in these states | moves a weight in one step by at most |
 |---|---|---|
