@@ -131,6 +131,8 @@ def test_states_of_adam_are_rounded_by_every_way(tmp_path: Path, way: Way, kind:
 @pytest.mark.parametrize("kind", RULED)
 @pytest.mark.parametrize("way", [*SEES_THE_OPTIMIZER, by_compress_directory], ids=lambda way: way.__name__)
 def test_states_of_optimizers_that_have_a_rule_are_rounded_by_every_way(tmp_path: Path, way: Way, kind: str) -> None:
+    if way is by_dcp_with_the_optimizer and kind == "Muon":
+        pytest.skip("get_state_dict wants every parameter of the model in the optimizer")
     path = tmp_path / "checkpoint-6"
     make, roles = RULED[kind]
     model, optimizer = trained(make)
