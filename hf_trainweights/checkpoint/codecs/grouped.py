@@ -52,7 +52,7 @@ class Grouped(Codec):
 
     codec_id: ClassVar[str] = "grouped"
     lossless: ClassVar[bool] = False
-    roles: ClassVar[tuple[str, ...]] = ("weight", "exp_avg")
+    roles: ClassVar[tuple[str, ...]] = ("weight", "exp_avg", "momentum")
     dtypes: ClassVar[frozenset[torch.dtype]] = LOSSY_DTYPES
 
     def __post_init__(self) -> None:

@@ -303,7 +303,8 @@ class StorageEncoder:
         are_alike = len({storage.shape for storage in storages}) == 1 and all(s.exclusive for s in storages)
         match [self._plans[index].candidates for index in unit]:
             case [[LogRank1() as log_rank1], [UpdateSpace() as update_space]] if self._moments.get(unit[1]) == unit[0]:
-                if not are_alike or not {storage.source.dtype for storage in storages} <= LOSSY_DTYPES:
+                are_plain = type(update_space) is UpdateSpace and are_alike
+                if not are_plain or not {storage.source.dtype for storage in storages} <= LOSSY_DTYPES:
                     return []
                 exp_avg_sq, exp_avg = (storage.read() for storage in storages)
                 encoder = TileEncoder(exp_avg, update_space.step)

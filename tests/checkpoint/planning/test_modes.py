@@ -155,7 +155,7 @@ def test_unknown_mode_lists_the_known_ones(mode):
 )
 def test_unknown_selector_lists_the_known_ones(selector):
     with pytest.raises(
-        ConfigError, match=r"expected a selector: weight, exp_avg, exp_avg_sq, buffer, other, optimizer, the n"
+        ConfigError, match=r"expected a selector: weight, exp_avg, exp_avg_sq, .*, buffer, other, optimizer, the n"
     ):
         Policy(rules={selector: "raw"})
 
