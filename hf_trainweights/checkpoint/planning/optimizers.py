@@ -58,11 +58,17 @@ RULES: Mapping[str, UpdateRule] = {
     ADAM: _ADAM_RULE,
     "torch.optim.adamw.AdamW": _ADAM_RULE,
     "apex.optimizers.fused_adam.FusedAdam": _ADAM_RULE,
+    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": _ADAM_RULE,
+    "deepspeed.ops.adam.fused_adam.FusedAdam": _ADAM_RULE,
 }
 
 # Wrappers, and the attribute in which each has the optimizer whose `step` it calls without changes.
 _WRAPPERS = {
     "accelerate.optimizer.AcceleratedOptimizer": "optimizer",
+    "accelerate.utils.deepspeed.DeepSpeedOptimizerWrapper": "optimizer",
+    "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": "optimizer",
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": "optimizer",
+    "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": "optimizer",
     "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer": "optim",
 }
 # A subclass that replaces one of these methods moves weights by a rule of its own, or saves other states.
