@@ -35,6 +35,7 @@ STAGES = (2, 3)
 MODES = ("lossless", "near-lossless", "compact")
 ROWS, TOKENS = 4, 128
 STEPS_AFTER = 5
+LEARNING_RATE = 3e-4
 
 
 def _model() -> Any:
@@ -60,7 +61,7 @@ def _engine(stage: int) -> Any:
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
     }
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
@@ -161,6 +162,7 @@ def main() -> None:
         "cpu": cpu_name(),
         "versions": versions("deepspeed"),
         "steps": options.steps,
+        "learning_rate": LEARNING_RATE,
         "stages": [measure(stage, options.steps) for stage in STAGES],
     }
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

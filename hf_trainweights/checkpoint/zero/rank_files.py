@@ -22,7 +22,7 @@ from hf_trainweights.checkpoint.encoded.storage_tasks import Plan, TensorPlan
 from hf_trainweights.checkpoint.encoded.structure import anchor_file_name
 from hf_trainweights.checkpoint.encoded.tree import Key, KeyPath
 from hf_trainweights.checkpoint.manifest import FileEntry
-from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.planning.policy import OPTIMIZER_ROLES, Policy
 from hf_trainweights.checkpoint.run.checkpoints import file_problem
 from hf_trainweights.checkpoint.run.job import SaveJob
 from hf_trainweights.checkpoint.run.weight_files import is_lossy
@@ -50,7 +50,8 @@ class RankOrder:
 class Rewritten:
     """The entries of files that were written, by name, and what the next checkpoint needs: the anchor's record.
 
-    `anchor` is the digest of the file with the weights of `name`; None if the file was left as it is.
+    `anchor` is the digest of the file with the weights of `name`; None if the file was left as it is. The entry of
+    `name` reports how these weights were stored, and the entry of the anchor reports nothing.
     """
 
     name: str
@@ -95,8 +96,8 @@ def _rewrite(job: SaveJob, order: RankOrder, interval_steps: int | None) -> Rewr
     if problem := file_problem(file):
         next_step = "Nothing in this file was changed. Use another checkpoint, or restore the file from a copy."
         raise CorruptFileError(str(file), "a whole file", problem, next_step)
-    if is_encoded(file) and is_lossy(file):  # encoding it again would hide its error
-        return _as_it_is(file)
+    if is_encoded(file) and (kept := _rounded_before(file)):  # encoding it again would hide its error
+        return kept
     try:
         tree = load_states(file)
         partitions = Partitions(tree, order.shapes, order.rank, order.size)
@@ -108,8 +109,8 @@ def _rewrite(job: SaveJob, order: RankOrder, interval_steps: int | None) -> Rewr
         partitions.weights, (), optimizer, names, job.optimizer_class, interval_steps=interval_steps, pieces=pieces
     )
     anchor, entries, record = write_anchor(job, weights, order.candidate)
-    stored = weights.state
-    if any(tensor["bound"] is not None for tensor in entries[anchor.path.name].report["tensors"]):
+    stored, report = weights.state, entries[anchor.path.name].report
+    if any(tensor["bound"] is not None for tensor in report["tensors"]):
         stored = {name: anchor.tensor(name) for name in weights.state}
     states, weight_paths, state_paths = partitions.joined(stored)
     plan = plan_same(weight_paths)
@@ -125,7 +126,7 @@ def _rewrite(job: SaveJob, order: RankOrder, interval_steps: int | None) -> Rewr
         new_tree = {**tree, "optimizer_state_dict": states}
         written = encode_file(new_tree, plan, target, anchor=anchor, anchor_directory=job.path)
     entries[order.name] = encoded_entry(target, written)
-    return Rewritten(order.name, entries, record, anchor.sha256)
+    return Rewritten(order.name, _with_weights(entries, order.name, report, anchor.path.name), record, anchor.sha256)
 
 
 def write_anchor(
@@ -151,8 +152,38 @@ def plan_same(paths: Mapping[str, KeyPath]) -> dict[KeyPath, TensorPlan]:
     return {path: TensorPlan("weight", name, (PlanesDelta(),), anchor=name) for name, path in paths.items()}
 
 
-def _as_it_is(file: Path) -> Rewritten:
-    """Return the entries of a file that an earlier call has encoded with a loss, and of the anchors that it needs."""
-    entries = {file.name: FileEntry(file.stat().st_size, file_sha256(file), read_report(file))}
+def _with_weights(
+    entries: Mapping[str, FileEntry], name: str, of_weights: Mapping[str, Any], anchor_name: str
+) -> dict[str, FileEntry]:
+    """Move the report on the weights from the anchor's entry to that of the file that DeepSpeed reads them from."""
+    by_name = {row["name"]: row for row in of_weights["tensors"]}
+    rows = [row | _stored(by_name[row["name"]]) if row["role"] == "weight" else row for row in _rows(entries[name])]
+    report = {**entries[name].report, "tensors": rows}
+    new = {name: replace(entries[name], report=report), anchor_name: replace(entries[anchor_name], report={})}
+    return {**entries, **new}
+
+
+def _rows(entry: FileEntry) -> Sequence[dict[str, Any]]:
+    return entry.report["tensors"]
+
+
+def _stored(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: row[key] for key in ("codec", "params", "bound", "bytes_out")}
+
+
+def _rounded_before(file: Path) -> Rewritten | None:
+    """Return the entries of a file that an earlier call has encoded with a loss, and of its anchor; None if exact."""
     sha256 = read_structure(file).get("anchor", {}).get("sha256")
-    return Rewritten(file.name, entries, None, sha256)
+    anchor = file.with_name(anchor_file_name(sha256)) if sha256 else None
+    weights = read_report(anchor) if anchor and anchor.is_file() else {"tensors": []}
+    if anchor is None or not (is_lossy(file) or any(row["bound"] is not None for row in weights["tensors"])):
+        return None
+    report = read_report(file)
+    names = {row["path"]: row for row in weights["tensors"]}
+    stored = {entry.get("anchor") for entry in read_structure(file)["storages"]}
+    others = [
+        row for row in report["tensors"] if row["role"] in OPTIMIZER_ROLES and row["codec"] != PlanesDelta.codec_id
+    ]
+    rows = [*others, *(row for name, row in names.items() if name in stored)]
+    entry = FileEntry(file.stat().st_size, file_sha256(file), {**report, "tensors": rows})
+    return Rewritten(file.name, {file.name: entry}, None, sha256)

@@ -1,7 +1,7 @@
 """Compress checkpoints of DeepSpeed's ZeRO in place and restore them: one tag, or a Trainer's checkpoint that has one.
 
-Each rank rewrites the files that it wrote, one after the other, each in one step. Then the files that repeat weights are
-rewritten, because they refer to the weights of all ranks. The manifest is removed first and written last. So at
+Each rank rewrites the files that it wrote, one after the other, each in one step. Then the files that repeat weights
+are rewritten, because they refer to the weights of all ranks. The manifest is removed first and written last. So at
 every moment each file is whole, old or new, and DeepSpeed loads the checkpoint.
 """
 
@@ -26,6 +26,7 @@ from hf_trainweights.checkpoint.manifest import (
     Manifest,
     add_rounding,
     read_manifest,
+    reported_rounding,
 )
 from hf_trainweights.checkpoint.planning.optimizers import STATES_KEY, states_entry
 from hf_trainweights.checkpoint.planning.policy import LOSSY_MODES, OPTIMIZER_ROLES
@@ -118,8 +119,11 @@ class ZeroLayout:
         with self._locked():
             files = [*weight_files(self.path), *(tag / name for tag in self._tags for name in TagFiles(tag).names)]
             for file in filter(is_encoded, files):
-                if rounding := restore_file(file):
-                    name = file.relative_to(self.path).as_posix()
+                name = file.relative_to(self.path).as_posix()
+                rounding = restore_file(file)
+                if previous and name in previous.files:  # it also reports the rounding of weights in the anchor
+                    rounding = reported_rounding(previous.files[name].report)
+                if rounding:
                     roundings[name] = add_rounding(roundings.get(name, {}), rounding)
             fields = manifest_fields(self.path, previous)
             return self._finish(None, Manifest({}, PLAIN_MODE, rounded_before=roundings, **fields))
@@ -208,8 +212,8 @@ class ZeroLayout:
 
 def _bounds(results: Sequence[Rewritten]) -> dict[str, float]:
     """Return the error of each piece of rounded weights, by the name of the piece."""
-    entries = [result.entries.get(anchor_file_name(result.anchor)) for result in results if result.anchor]
-    rows = [row for entry in entries if entry for row in entry.report["tensors"]]
+    entries = [result.entries.get(result.name) for result in results if result.anchor]
+    rows = [row for entry in entries if entry for row in entry.report["tensors"] if row["role"] == "weight"]
     return {row["name"]: row["bound"] for row in rows if row["bound"] is not None}
 
 

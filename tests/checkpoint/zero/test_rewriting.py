@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint.zero.zero_files import GROUPS, in_trainer, made, pretended_deepspeed, write_run, write_zero
+from checkpoint.zero.zero_files import GROUPS, in_trainer, pretended_deepspeed, write_run, write_zero
 from safetensors.torch import save_file
 from simulated_disk import replay
 from torch import Tensor
@@ -18,7 +18,7 @@ from hf_trainweights.checkpoint import compress_directory, restore_directory, ve
 from hf_trainweights.checkpoint.directory import collect_garbage, find_checkpoints, layout_of
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest, total_rounding
 from hf_trainweights.checkpoint.run.checkpoints import size_bytes
-from hf_trainweights.checkpoint.zero.files import TagFiles, load_states
+from hf_trainweights.checkpoint.zero.files import TagFiles
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
 
 STAGES = (1, 2, 3)
@@ -125,15 +125,15 @@ def test_a_trainers_checkpoint_has_one_manifest_and_its_model_becomes_small(tmp_
         )
         assert latest(tmp_path) == str(checkpoint)
         manifest = compress_directory(checkpoint)
-        assert manifest.step == step and not (checkpoint / f"global_step{step}" / MANIFEST_NAME).exists()
+        assert manifest.step == step
+        assert not (checkpoint / f"global_step{step}" / MANIFEST_NAME).exists()
         assert differences(plain_content(checkpoint / f"global_step{step}"), content) == []
         stored = torch.load(checkpoint / "pytorch_model.bin", weights_only=True)
-        assert (
-            differences(dict(sorted(stored.items())), dict(sorted(module.items()))) == []
-            and not (checkpoint / "model.safetensors").exists()
-        )
+        assert differences(dict(sorted(stored.items())), dict(sorted(module.items()))) == []
+        assert not (checkpoint / "model.safetensors").exists()
         assert (checkpoint / "pytorch_model.bin").stat().st_size < 8000
-        assert verify_checkpoint(checkpoint).ok and latest(tmp_path) == str(checkpoint)
+        assert verify_checkpoint(checkpoint).ok
+        assert latest(tmp_path) == str(checkpoint)
     with pretended_deepspeed():
         restore_directory(checkpoint)
     assert differences(torch.load(checkpoint / "pytorch_model.bin", weights_only=True), stored) == []
@@ -166,20 +166,22 @@ def test_any_number_of_ranks_and_any_padding(tmp_path: Path, stage: int, ranks: 
     assert differences(plain_content(tag), content) == []
 
 
-@pytest.mark.parametrize("missing", ["bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"])
-def test_a_missing_rank_is_a_typed_error_and_nothing_changes(tmp_path: Path, missing: str) -> None:
-    checkpoint = in_trainer(tmp_path, 2)
-    shutil.copytree(checkpoint, tmp_path / "checkpoint-4")
-    tag = tmp_path / "checkpoint-4" / "global_step2"
-    (tag / missing).unlink()
-    (tag / "zero_pp_rank_5_mp_rank_01_model_states.pt").touch()
-    (tag / "zero_pp_rank_5_mp_rank_01_model_states.pt").unlink()
-    if not [*tag.glob("*_model_states.pt")]:
-        return
-    with pytest.raises(CorruptFileError, match="rank 1"):
-        compress_directory(tmp_path / "checkpoint-4")
-    with pytest.warns(UserWarning, match="rank 1"):
-        assert latest(tmp_path) == str(checkpoint)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_missing_rank_is_a_typed_error_and_nothing_changes(tmp_path: Path, stage: int) -> None:
+    checkpoint = in_trainer(tmp_path, 2, stage)
+    missing = ["bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"]
+    missing += ["zero_pp_rank_1_mp_rank_00_model_states.pt"] if stage == 3 else []
+    for name in missing:
+        broken = tmp_path / "checkpoint-4"
+        shutil.copytree(checkpoint, broken)
+        (broken / "global_step2" / name).unlink()
+        before = {file: file.stat().st_mtime_ns for file in broken.rglob("*")}
+        with pytest.raises(CorruptFileError, match="of rank 1"):
+            compress_directory(broken)
+        assert {file: file.stat().st_mtime_ns for file in broken.rglob("*")} == before
+        with pytest.warns(UserWarning, match="of rank 1"):
+            assert latest(tmp_path) == str(checkpoint)
+        shutil.rmtree(broken)
 
 
 @pytest.mark.parametrize("small", [False, True])

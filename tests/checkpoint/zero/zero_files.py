@@ -152,9 +152,8 @@ def _states_of_third(values: Any, groups: Any, rank: int, ranks: int) -> dict[st
     """Return the content that ZeRO 3 writes: ranks cut each parameter."""
     weights, moments = [], {}
     for number, shapes in enumerate(groups):
-        flat = {
-            key: torch.cat([_slice(values[name][key], rank, ranks) for name in shapes]) for key in values[[*shapes][0]]
-        }
+        keys = ("weight", "exp_avg", "exp_avg_sq")
+        flat = {key: torch.cat([_slice(values[name][key], rank, ranks) for name in shapes]) for key in keys}
         weights.append(flat.pop("weight"))
         moments[number] = flat
     return {
