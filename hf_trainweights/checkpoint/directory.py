@@ -246,7 +246,7 @@ def compress_directory(
             `path` is a model without training state and `weights_only` is not set.
         CorruptFileError: A file is damaged or does not fit the manifest, or two files with different states have the
             same time; nothing has changed.
-        UnsupportedError: It is of DeepSpeed or of FSDP with LOCAL_STATE_DICT, or sharded with `anchor` or
+        UnsupportedError: It is of FSDP with LOCAL_STATE_DICT, or several ranks wrote it and there is `anchor` or
             `keep_weights`.
         SaveError: The disk is full or refuses; every file is intact, old or new.
 
@@ -277,6 +277,7 @@ def restore_directory(path: str | Path) -> Manifest:
         ConfigError: There is no checkpoint at `path`.
         CorruptFileError: A file is damaged. Nothing has changed, unless the damage shows only when it is decoded.
         MissingAnchorError: The directory was moved without the anchor it needs.
+        UnsupportedError: It is DeepSpeed's, which is not installed: its objects cannot be pickled.
         SaveError: The disk is full or refuses; every file is intact, encoded or plain.
 
     Examples:

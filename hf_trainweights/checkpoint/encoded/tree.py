@@ -23,8 +23,8 @@ that share memory share a storage, so a write through one shows in the other. A 
 views span, and the gaps between views are closed: a small view of a large tensor does not drag the rest along. Errors
 name a tensor by its key path, the keys that lead to it from the top of the tree.
 
-A tensor in pieces (joined.py) is a view of several storages, `{"joined": [3, 4], "shape": [2, 2]}`. It has the elements
-of these storages one after the other, in memory of its own. A storage belongs to one such view at most.
+A tensor in pieces (storages.py) is a view of several storages, `{"joined": [3, 4], "shape": [2, 2]}`. It has their
+elements one after the other, in memory of its own. A storage belongs to one such view at most.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import ALL_DTYPES, Json
-from hf_trainweights.checkpoint.encoded.joined import Joined, join, repeated
 from hf_trainweights.checkpoint.encoded.objects import build_object, object_name, object_state
+from hf_trainweights.checkpoint.encoded.storages import Joined, Storage, join, repeated
 from hf_trainweights.errors import CorruptFileError, UnstorableError
 
 Key = str | int | float | bool | None
@@ -225,32 +225,6 @@ def _mapping(kind: str, node: dict[str, Any], tensors: Sequence[Tensor], path: K
     if type(mapping) is OrderedDict and "metadata" in node:
         mapping.__dict__["_metadata"] = _value(node["metadata"], tensors, (*path, "_metadata"))
     return mapping
-
-
-@dataclass(frozen=True)
-class Storage:
-    """Memory that one or more tensors of a tree share.
-
-    Args:
-        source: One of these tensors.
-        spans: The elements of the memory that are in use: disjoint `(start, stop)` pairs, ascending.
-        shape: The shape that a codec sees: the tensors' if `exclusive`, else the number of elements in use.
-        paths: Key paths of the tensors, in the order of the tree.
-        exclusive: Whether the elements in use are one contiguous tensor, or several tied ones of the same shape.
-        size_bytes: Size of the elements in use.
-    """
-
-    source: Tensor
-    spans: tuple[tuple[int, int], ...]
-    shape: tuple[int, ...]
-    paths: tuple[KeyPath, ...]
-    exclusive: bool
-    size_bytes: int
-
-    def read(self) -> Tensor:
-        """Return the elements in use as a contiguous CPU tensor of `shape`, a view where possible."""
-        pieces = [self.source.as_strided((stop - start,), (1,), start).cpu() for start, stop in self.spans]
-        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(self.shape)
 
 
 def find_storages(

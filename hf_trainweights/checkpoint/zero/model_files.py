@@ -21,8 +21,8 @@ from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES
 from hf_trainweights.checkpoint.codecs.exact import PlanesDelta
 from hf_trainweights.checkpoint.encoded.decoder import Anchor, AnchorParts
 from hf_trainweights.checkpoint.encoded.encoder import encode_file
-from hf_trainweights.checkpoint.encoded.joined import Joined, unshared
 from hf_trainweights.checkpoint.encoded.storage_tasks import TensorPlan
+from hf_trainweights.checkpoint.encoded.storages import Joined, unshared
 from hf_trainweights.checkpoint.encoded.structure import anchor_file_name
 from hf_trainweights.checkpoint.encoded.tree import KeyPath
 from hf_trainweights.checkpoint.manifest import FileEntry

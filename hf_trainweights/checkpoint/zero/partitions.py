@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_trainweights.checkpoint.encoded.joined import Joined, unshared
+from hf_trainweights.checkpoint.encoded.storages import Joined, unshared
 from hf_trainweights.checkpoint.encoded.tree import KeyPath
 from hf_trainweights.checkpoint.planning.roles import is_optimizer_state
 

@@ -1,4 +1,4 @@
-"""`Joined`: a tensor in pieces, each of which has a codec of its own."""
+"""`Storage`: memory that a codec sees as one tensor. `Joined`: a tensor in pieces, each of which is a storage."""
 
 from __future__ import annotations
 
@@ -6,10 +6,39 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from hf_trainweights.checkpoint.encoded.tree import KeyPath
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Memory that one or more tensors of a tree share.
+
+    Args:
+        source: One of these tensors.
+        spans: The elements of the memory that are in use: disjoint `(start, stop)` pairs, ascending.
+        shape: The shape that a codec sees: the tensors' if `exclusive`, else the number of elements in use.
+        paths: Key paths of the tensors, in the order of the tree.
+        exclusive: Whether the elements in use are one contiguous tensor, or several tied ones of the same shape.
+        size_bytes: Size of the elements in use.
+    """
+
+    source: Tensor
+    spans: tuple[tuple[int, int], ...]
+    shape: tuple[int, ...]
+    paths: tuple[KeyPath, ...]
+    exclusive: bool
+    size_bytes: int
+
+    def read(self) -> Tensor:
+        """Return the elements in use as a contiguous CPU tensor of `shape`, a view where possible."""
+        pieces = [self.source.as_strided((stop - start,), (1,), start).cpu() for start, stop in self.spans]
+        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(self.shape)
 
 
 @dataclass(frozen=True, eq=False)
