@@ -448,6 +448,25 @@ def distributed() -> str:
     return f"{table(header, rows)}\n\n{caption}"
 
 
+def zero() -> str:
+    """Return how small checkpoints of DeepSpeed are, and how exactly training goes on from them."""
+    report = read("zero")
+    rows = []
+    for stage in report["stages"]:
+        for mode, found in stage["modes"].items():
+            gap = "0" if found["equal_after_load"] and not found["loss_gap"] else f"{found['loss_gap']:.4f}"
+            sizes = [f"{stage['plain_bytes'] / 1e6:.1f}", f"{found['bytes'] / 1e6:.1f}", f"{found['ratio']:.2f}x"]
+            rows.append([f"ZeRO {stage['stage']}", mode, *sizes, "yes" if found["equal_after_load"] else "no", gap])
+    header = ["", "mode", "plain, MB", "small, MB", "ratio", "weights equal", "loss differs by"]
+    caption = (
+        f"The last of three saves, each {report['steps'] // 3} steps after the one before, of a Llama of 3.4 million "
+        f"parameters in bfloat16 on two ranks; DeepSpeed {report['versions']['deepspeed']}, AdamW at "
+        f"{report['learning_rate']}. Weights, and the mean difference of the loss, after DeepSpeed has loaded that save "
+        "and trained five steps more, compared with the plain one."
+    )
+    return f"{table(header, rows)}\n\n{caption}"
+
+
 def calibration() -> str:
     """Return what calibration costs."""
     report = read("calibration")
@@ -654,6 +673,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "checkpoint-beside": checkpoint_beside,
     "checkpoint-plan": checkpoint_plan,
     "distributed": distributed,
+    "zero": zero,
     "abilities": abilities,
     "abilities-by-format": abilities_by_format,
     "export-formats": export_formats,

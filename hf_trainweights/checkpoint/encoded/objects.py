@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
+from importlib.util import find_spec
 from typing import Any
 
 _RECORDS = (
@@ -49,6 +51,11 @@ def stand_ins() -> list[Any]:
     DeepSpeed is not imported for it.
     """
     return [(_stand_in(name), name) for name in (*_RECORDS, *_ENUMS)]
+
+
+def are_importable() -> bool:
+    """Return whether DeepSpeed is there, without which its objects cannot be pickled."""
+    return "deepspeed" in sys.modules or find_spec("deepspeed") is not None
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from typing import Any
 
 from hf_trainweights.checkpoint.encoded.decoder import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import encode_file
+from hf_trainweights.checkpoint.encoded.objects import are_importable
 from hf_trainweights.checkpoint.encoded.reader import is_encoded
 from hf_trainweights.checkpoint.encoded.structure import anchor_file_name
 from hf_trainweights.checkpoint.manifest import (
@@ -115,6 +116,10 @@ class ZeroLayout:
         """
         previous = intact_manifest(self.path)
         self._require_whole(previous)
+        states = (tag / name for tag in self._tags for name in TagFiles(tag).states)
+        if any(map(is_encoded, states)) and not are_importable():
+            found, next_step = "none, and its files hold some of its objects", "Install it: pip install deepspeed."
+            raise UnsupportedError(str(self.path), "DeepSpeed", found, next_step)
         roundings = dict(previous.rounded_before) if previous else {}
         with self._locked():
             files = [*weight_files(self.path), *(tag / name for tag in self._tags for name in TagFiles(tag).names)]

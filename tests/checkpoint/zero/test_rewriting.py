@@ -105,6 +105,16 @@ def test_restored_files_are_plain_and_equal(tmp_path: Path, stage: int) -> None:
                 assert differences(torch.load(tag / name, weights_only=False), expected) == []
 
 
+def test_objects_of_deepspeed_are_not_written_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tag,) = write_run(tmp_path, count=1)
+    content = plain_content(tag)
+    compress_directory(tag)
+    monkeypatch.setattr("hf_trainweights.checkpoint.zero.rewriting.are_importable", lambda: False)
+    with pytest.raises(UnsupportedError, match="pip install deepspeed"):
+        restore_directory(tag)
+    assert differences(plain_content(tag), content) == []
+
+
 def test_any_checkpoint_may_be_deleted(tmp_path: Path) -> None:
     tags = write_run(tmp_path)
     content = plain_content(tags[-1])
@@ -218,15 +228,31 @@ def test_whenever_the_process_is_killed_every_file_is_whole(
         assert found == [] or mode != "lossless", when
 
 
-def test_a_killed_compression_is_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("rules", [{}, {"optimizer": "lossless"}])
+@pytest.mark.parametrize("mode", ["lossless", "near-lossless"])
+def test_a_killed_compression_is_taken_up_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, rules: dict[str, str]
+) -> None:
     root = tmp_path / "run"
     checkpoint = in_trainer(root, 2)
     content = plain_content(checkpoint / "global_step2")
-    for count, when in enumerate(replay(root, lambda: compress_directory(checkpoint), monkeypatch)):
-        if count % 25 == 0:
-            compress_directory(checkpoint)
+    compress_directory(shutil.copytree(checkpoint, tmp_path / "undisturbed"), mode=mode, rules=rules)
+    expected = plain_content(tmp_path / "undisturbed" / "global_step2")
+
+    def action() -> None:
+        compress_directory(checkpoint, mode=mode, rules=rules)
+
+    for count, when in enumerate(replay(root, action, monkeypatch)):
+        if count % 15 == 0:
+            manifest = compress_directory(checkpoint, mode=mode, rules=rules)
             assert verify_checkpoint(checkpoint).ok, when
-            assert differences(plain_content(checkpoint / "global_step2"), content) == [], when
+            assert (total_rounding(manifest) == {}) == (mode == "lossless"), when
+            if mode == "lossless":
+                assert differences(plain_content(checkpoint / "global_step2"), content) == [], when
+            states = [name for name in content if "optim" in name]
+            found = plain_content(checkpoint / "global_step2")
+            assert all(differences(found[name], expected[name]) == [] for name in states), when
             assert collect_garbage(root) == [], when
 
 
