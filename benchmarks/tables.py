@@ -455,14 +455,15 @@ def zero() -> str:
     for stage in report["stages"]:
         for mode, found in stage["modes"].items():
             gap = "0" if found["equal_after_load"] and not found["loss_gap"] else f"{found['loss_gap']:.4f}"
-            sizes = [f"{stage['plain_bytes'] / 1e6:.1f}", f"{found['bytes'] / 1e6:.1f}", f"{found['ratio']:.2f}x"]
+            plain_mb, small_mb = (size / 1e6 for size in (stage["plain_bytes"], found["bytes"]))
+            sizes = [f"{plain_mb:.1f}", f"{small_mb:.1f}", f"{found['ratio']:.2f}x"]
             rows.append([f"ZeRO {stage['stage']}", mode, *sizes, "yes" if found["equal_after_load"] else "no", gap])
     header = ["", "mode", "plain, MB", "small, MB", "ratio", "weights equal", "loss differs by"]
     caption = (
         f"The last of three saves, each {report['steps'] // 3} steps after the one before, of a Llama of 3.4 million "
         f"parameters in bfloat16 on two ranks; DeepSpeed {report['versions']['deepspeed']}, AdamW at "
-        f"{report['learning_rate']}. Weights, and the mean difference of the loss, after DeepSpeed has loaded that save "
-        "and trained five steps more, compared with the plain one."
+        f"{report['learning_rate']}. In the last columns, weights and the mean difference of the loss after DeepSpeed "
+        "has loaded that save and trained five steps more, compared with the plain one."
     )
     return f"{table(header, rows)}\n\n{caption}"
 
