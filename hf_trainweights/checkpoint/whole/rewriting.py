@@ -48,7 +48,7 @@ from hf_trainweights.files.weight_files import ENTRY_POINTS, safetensors_files
 
 ADAPTER_WEIGHTS_NAME = "adapter_model.bin"
 
-_SHARDED_STATE = ("pytorch_model_fsdp_*", "optimizer_*[0-9]", "*.distcp", "zero_to_fp32.py")
+_SHARDED_STATE = ("pytorch_model_fsdp_*", "optimizer_*[0-9]", "global_step*", "*.distcp", "zero_to_fp32.py")
 # Files that accelerate's save_state writes beside weights, and a Trainer does not.
 _ACCELERATE_STATE = "random_states_*.pkl"
 _MODEL_CONFIGS = ("config.json", "adapter_config.json")
