@@ -464,8 +464,8 @@ def zero() -> str:
     header = ["", "mode", "plain, MB", "small, MB", "ratio", "weights equal", "loss differs by"]
     caption = (
         f"The last of three saves, each {report['steps'] // 3} steps after the one before, of a Llama of 3.4 million "
-        f"parameters in bfloat16 on two ranks; DeepSpeed {report['versions']['deepspeed']}, AdamW. In the last columns, "
-        "weights and the mean difference of the loss after DeepSpeed has loaded that save and trained five steps more, "
+        f"parameters in bfloat16 on two ranks; DeepSpeed {report['versions']['deepspeed']}, AdamW. In the last columns "
+        "are weights and the mean difference of the loss after DeepSpeed has loaded that save and trained five steps more, "
         "compared with the plain one."
     )
     return f"{table(header, rows)}\n\n{caption}"
