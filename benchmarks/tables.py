@@ -452,6 +452,26 @@ def distributed() -> str:
     return f"{table(header, rows)}\n\n{caption}"
 
 
+def zero() -> str:
+    """Return how small checkpoints of DeepSpeed are, and how exactly training goes on from them."""
+    report = read("zero")
+    rows = []
+    for stage in report["stages"]:
+        for mode, found in stage["modes"].items():
+            gap = "0" if found["equal_after_load"] and not found["loss_gap"] else f"{found['loss_gap']:.4f}"
+            plain_mb, small_mb = (size / 1e6 for size in (stage["plain_bytes"], found["bytes"]))
+            sizes = [f"{plain_mb:.1f}", f"{small_mb:.1f}", f"{found['ratio']:.2f}x"]
+            rows.append([f"ZeRO {stage['stage']}", mode, *sizes, "yes" if found["equal_after_load"] else "no", gap])
+    header = ["", "mode", "plain, MB", "small, MB", "ratio", "weights equal", "loss differs by"]
+    caption = (
+        f"The last of three saves, each {report['steps'] // 3} steps after the one before, of a Llama of 3.4 million "
+        f"parameters in bfloat16 on two ranks; DeepSpeed {report['versions']['deepspeed']}, AdamW. The last columns are "
+        "of the weights, and of the mean loss, after DeepSpeed has loaded that save and trained five steps more; both "
+        "are compared with the plain save."
+    )
+    return f"{table(header, rows)}\n\n{caption}"
+
+
 def calibration() -> str:
     """Return what calibration costs."""
     report = read("calibration")
@@ -737,6 +757,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "checkpoint-optimizers": checkpoint_optimizers,
     "checkpoint-plan": checkpoint_plan,
     "distributed": distributed,
+    "zero": zero,
     "abilities": abilities,
     "abilities-by-format": abilities_by_format,
     "export-formats": export_formats,

@@ -22,9 +22,10 @@ from hf_trainweights.checkpoint.codecs.coding.blocks import BlockWriter, Chunked
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.codecs.exact import Planes, Raw
 from hf_trainweights.checkpoint.codecs.moments import LogRank1, TileEncoder, UpdateSpace
-from hf_trainweights.checkpoint.encoded.decoder import Anchor, BaseWeights
+from hf_trainweights.checkpoint.encoded.decoder import AnyAnchor
+from hf_trainweights.checkpoint.encoded.storages import Storage
 from hf_trainweights.checkpoint.encoded.structure import TensorReport, payload_crc32
-from hf_trainweights.checkpoint.encoded.tree import KeyPath, Storage, path_text
+from hf_trainweights.checkpoint.encoded.tree import KeyPath, path_text
 from hf_trainweights.checkpoint.encoded.workers import in_order, worker_count
 from hf_trainweights.errors import QuantizationError, UnsupportedError
 
@@ -152,7 +153,7 @@ class StorageEncoder:
         self,
         storages: Sequence[Storage],
         plan: Plan,
-        anchor: Anchor | BaseWeights | None,
+        anchor: AnyAnchor | None,
         second_moments: Mapping[str, Tensor],
     ):
         self._storages = storages

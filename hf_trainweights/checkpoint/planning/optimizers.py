@@ -27,10 +27,13 @@ STATES_KEY = "optimizer"
 
 # A group with the settings of Adam that plans need, for parameters that are known to be Adam's.
 ADAM_GROUP: Mapping[str, Any] = {"lr": 0.0, "betas": (0.9, 0.999)}
-
 # Wrappers, and the attribute in which each has the optimizer whose `step` it calls without changes.
 _WRAPPERS = {
     "accelerate.optimizer.AcceleratedOptimizer": "optimizer",
+    "accelerate.utils.deepspeed.DeepSpeedOptimizerWrapper": "optimizer",
+    "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": "optimizer",
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": "optimizer",
+    "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": "optimizer",
     "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer": "optim",
 }
 # A subclass that replaces one of these methods moves weights by a rule of its own, or saves other states.

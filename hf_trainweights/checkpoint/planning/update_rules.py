@@ -24,7 +24,7 @@ A lr, and A of Adam is e b1 / (1 - b1**t) * sqrt((1 - b2**t) / b2):
 
 | optimizer | an error in these states | moves a weight in one step by at most |
 |---|---|---|
-| Adam, AdamW, FusedAdam, SparseAdam, Adam of bitsandbytes | exp_avg, exp_avg_sq | A lr + D |
+| Adam, AdamW, FusedAdam, DeepSpeedCPUAdam, SparseAdam, Adam of bitsandbytes | exp_avg, exp_avg_sq | A lr + D |
 | the same with amsgrad, exp_avg in the unit of its maximum | all three | A lr + D, A without b2; e of D is the larger |
 | RAdam | the same | A and D times the rectification; before it: e lr b1 / (1 - b1**t) sqrt(exp_avg_sq) |
 | NAdam | exp_avg, exp_avg_sq | A lr + D, A = e b1 mu' / (1 - product mu') * sqrt((1 - b2**t) / b2) |
@@ -160,6 +160,8 @@ RULES: dict[str, Rules] = {
     "torch.optim.adamw.AdamW": ADAM_RULES,
     # apex counts steps in the group, and has no state `step`.
     "apex.optimizers.fused_adam.FusedAdam": ADAM_RULES,
+    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": ADAM_RULES,
+    "deepspeed.ops.adam.fused_adam.FusedAdam": ADAM_RULES,
     "torch.optim.sparse_adam.SparseAdam": (UpdateRule(_MOMENTS, {"step"}),),
     "torch.optim.radam.RAdam": (UpdateRule(_MOMENTS, {"step"}),),
     "torch.optim.nadam.NAdam": (UpdateRule(_MOMENTS, {"step", "mu_product"}),),
