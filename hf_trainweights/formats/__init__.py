@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from hf_trainweights.errors import ConfigError, did_you_mean
+from hf_trainweights.formats.affine import Affine
 from hf_trainweights.formats.arithmetic import float32_blocks, reciprocal, round_scale, scale_codes
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.codebook4 import Codebook4
@@ -16,6 +17,7 @@ from hf_trainweights.formats.column_scale import COLUMN_SCALE, ColumnScaled
 from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
+from hf_trainweights.formats.table4 import Table4
 from hf_trainweights.formats.uint import UInt2, UInt3, UInt4, UInt5, UInt6
 
 __all__ = ["FORMATS", "Format", "float32_blocks", "get_format", "reciprocal", "round_scale", "scale_codes"]
@@ -31,6 +33,8 @@ FORMATS: dict[str, type[Format]] = {
     "uint5": UInt5,
     "uint6": UInt6,
     "coded": Coded,
+    "affine": Affine,
+    "table4": Table4,
 }
 
 # Patterns of the names that other libraries give their formats, without punctuation: "nf4", "int4_weight_only", "q8_0".

@@ -256,7 +256,7 @@ def slowness(form: Format, dtype: torch.dtype) -> str | None:
     if isinstance(form, ColumnScaled):
         return slowness(form.inner, dtype)
     held = compiled.in_memory(form)
-    has_product = isinstance(held, compiled.FORMATS)
+    has_product = compiled.serves(held)
     if not compiled.is_available():
         if isinstance(held, Int8) and held.group_size is None and dtype != torch.float32:
             return None
