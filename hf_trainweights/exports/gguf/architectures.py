@@ -141,7 +141,7 @@ def architecture_of(model: PreTrainedModel) -> Architecture:
     if name not in ARCHITECTURES or getattr(transformers, name, None) is not type(model):
         raise unsupported("model", f"one of {', '.join(ARCHITECTURES)}", name)
     architecture = ARCHITECTURES[name]
-    for setting, values in _fixed(architecture, model.config).items():
+    for setting, values in settings_built_in(architecture, model.config).items():
         value_in_model = getattr(model.config, setting, values[0])
         if value_in_model not in values:
             raise _other_setting(name, setting, " or ".join(repr(value) for value in values), value_in_model)
@@ -160,7 +160,8 @@ def unsupported(where: str, expected: str, found: str, why: str = "") -> Unsuppo
     return UnsupportedError(where, expected, found, f"{why}For other readers there is export_compressed_tensors.")
 
 
-def _fixed(architecture: Architecture, config: PretrainedConfig) -> Mapping[str, tuple[object, ...]]:
+def settings_built_in(architecture: Architecture, config: PretrainedConfig) -> Mapping[str, tuple[object, ...]]:
+    """Return the settings that llama.cpp has built in for a model, each with the values that compute the same."""
     if architecture.scaled_by_width is None:
         return architecture.fixed
     by_width = config.num_hidden_layers == architecture.scaled_by_width

@@ -18,9 +18,9 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -31,9 +31,20 @@ from hf_trainweights.files.reading import require_regular_file
 from hf_trainweights.imports.layouts.base import AGAIN
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
-_STRING, _ARRAY, _BOOL = 8, 9, 7
+_FLOAT32, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
 # Metadata types that have one size, as numpy names them.
-_NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", _BOOL: "u1", 10: "<u8", 11: "<i8"}
+_NUMBERS = {
+    0: "u1",
+    1: "i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    _FLOAT32: "<f4",
+    _BOOL: "u1",
+    10: "<u8",
+    11: "<i8",
+}
 _NUMBERS |= {12: "<f8"}
 # The fewest bytes of a metadata entry (an empty key, a type, one byte) and of an entry of the tensor table.
 _LEAST_ENTRY_BYTES, _LEAST_TENSOR_BYTES = 13, 24
@@ -180,7 +191,7 @@ class _Parser:
 
     def __init__(self, where: str, data: Tensor):
         self._where, self._data, self._at = where, data, 0
-        self._bytes = memoryview(data.numpy()).toreadonly()
+        self._bytes = memoryview(cast(Any, data.numpy())).toreadonly()
 
     def parse(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         """Return metadata and tensors."""
@@ -191,7 +202,7 @@ class _Parser:
             key = self._string("a key of the metadata")
             if key in metadata:
                 raise self._corrupt(f"one value for {key}", "two")
-            metadata[key] = self._value(*self._unpack("<I"), key)
+            metadata[key] = self._value(self._unpack("<I")[0], key)
         return metadata, self._tensors(tensor_count, self._alignment(metadata))
 
     def _header(self) -> tuple[int, int]:
@@ -201,7 +212,8 @@ class _Parser:
             raise self._corrupt("GGUF in the first four bytes", repr(magic))
         (version,) = self._unpack("<I")
         if version in _VERSIONS:
-            return self._unpack("<QQ")
+            tensors, entries = self._unpack("<QQ")
+            return tensors, entries
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
         if swapped <= max(_VERSIONS):
             next_step = "Convert it with gguf_convert_endian.py of llama.cpp, or take a file for usual processors."
@@ -265,8 +277,10 @@ class _Parser:
             return self._array(key, nested)
         if kind not in _NUMBERS:
             raise self._corrupt(f"a type of metadata for {key}", f"type {kind}")
-        number = np.frombuffer(self._take(np.dtype(_NUMBERS[kind]).itemsize, key), _NUMBERS[kind])[0].item()
-        return bool(number) if kind == _BOOL else number
+        number = np.frombuffer(self._take(np.dtype(_NUMBERS[kind]).itemsize, key), _NUMBERS[kind])[0]
+        if kind == _FLOAT32:
+            return float(str(number))  # 1e-6 again, and not the float64 next to it
+        return bool(number) if kind == _BOOL else number.item()
 
     def _array(self, key: str, nested: int) -> Any:
         """Return an array of numbers, or the length of an array of strings or arrays, whose elements are checked."""
@@ -314,11 +328,3 @@ class _Parser:
 
     def _corrupt(self, expected: str, found: str) -> CorruptFileError:
         return CorruptFileError(self._where, expected, found, AGAIN)
-
-
-def file_names(files: Iterable[Path]) -> Iterator[Path]:
-    """Yield the GGUF files among some paths that stand for a model: of a split model the first file alone."""
-    for file in sorted(files):
-        match = SPLIT_FILE.fullmatch(file.name)
-        if file.suffix == ".gguf" and (match is None or int(match["number"]) == 1):
-            yield file

@@ -1,4 +1,4 @@
-"""The place of each tensor of a GGUF file in a model: the model's tensor, its rows, and a number that llama.cpp adds."""
+"""The places of a GGUF file's tensors in a model: which rows of which tensor of the model each one holds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from hf_trainweights.errors import CorruptFileError, UnsupportedError
 from hf_trainweights.exports.gguf.architectures import Architecture
 from hf_trainweights.exports.gguf.rows import Origin, origins_of
-from hf_trainweights.imports.gguf.blocks import BLOCKS, FLOATS
+from hf_trainweights.imports.gguf.blocks import ALTERNATIVES, FLOATS
 from hf_trainweights.imports.gguf.file import GgufFile, GgufTensor
 from hf_trainweights.imports.layouts.base import AGAIN
 
@@ -56,12 +56,14 @@ class Place(NamedTuple):
         tensor: The tensor of the file.
         rows: For each row of the file the row of the model's tensor, with all leading dimensions flattened.
         offset: A number that the file has added to each value.
+        factor: The numbers that NVFP4's scales are multiplied with: one, or one for each expert; float32.
     """
 
     name: str
     tensor: GgufTensor
     rows: Tensor
     offset: float
+    factor: Tensor
 
 
 def places_of(
@@ -73,13 +75,19 @@ def places_of(
     tensor of the file, or it is of a kind that this package cannot hold.
     """
     origins, unknown = origins_of(slots, architecture, config)
+    unknown += [name for name in slots if name.startswith(architecture.unused)]
     _refuse(file, unknown, f"tensors that llama.cpp's {architecture.name} has", "Give the right config.json.")
     missing = [name for name in origins if name not in file.tensors]
     if missing:
         expected = f"all tensors of {architecture.name} with {config.num_hidden_layers} layers"
         raise CorruptFileError(str(file.path), expected, f"no {', '.join(missing[:_SHOWN])}", AGAIN)
     beside = [name for name in file.tensors if name not in origins and not _is_left_out(name, file, config)]
-    _refuse(file, beside, f"tensors that {(config.architectures or ['the model'])[0]} has places for", "Give base_model, if the model is of another class.")
+    _refuse(
+        file,
+        beside,
+        f"tensors that {(config.architectures or ['the model'])[0]} has places for",
+        "Give base_model, if the model is of another class.",
+    )
     places = defaultdict(list)
     for name, origin in origins.items():
         places[origin.source].append(_place(file, name, origin, slots[origin.source]))
@@ -108,10 +116,24 @@ def _place(file: GgufFile, name: str, origin: Origin, slot: Slot) -> Place:
     shape = tuple(origin.take(torch.empty(slot.shape, device="meta")).shape)
     if tensor.shape != shape:
         raise CorruptFileError(where, f"shape {shape}, as the settings have it", f"{tensor.shape}", AGAIN)
-    if tensor.kind.name not in BLOCKS and tensor.kind.name not in FLOATS:
-        supported = ", ".join((*BLOCKS, *FLOATS))
-        next_step = "Take a file of another kind, such as Q4_K_M; these hold nearly the same values."
+    if tensor.kind.name not in ALTERNATIVES and tensor.kind.name not in FLOATS:
+        supported = ", ".join((*ALTERNATIVES, *FLOATS))
+        next_step = "Take a file of another kind, such as Q4_K_M; or quantize the float model."
         raise UnsupportedError(where, f"one of {supported}", tensor.kind.name, next_step)
     numbers = torch.arange(torch.Size(slot.lead).numel())
     rows = origin.take(numbers.view(*slot.lead, 1) if len(slot.shape) > 1 else numbers).flatten()
-    return Place(name, tensor, rows, origin.offset)
+    return Place(name, tensor, rows, origin.offset, _factor(file, name, slot))
+
+
+def _factor(file: GgufFile, name: str, slot: Slot) -> Tensor:
+    """Return the tensor beside an NVFP4 weight with a number for the weight or for each expert; 1 if there is none."""
+    scale_name = f"{name.removesuffix('.weight')}.scale"
+    if scale_name not in file.tensors:
+        return torch.ones(1)
+    tensor = file.tensors[scale_name]
+    counts = {1, *slot.shape[:-2]}
+    values = tensor.data.flatten().view(torch.float32) if tensor.kind.name == "F32" else torch.empty(0)
+    if len(values) not in counts or not bool(values.isfinite().all()):
+        expected = f"{' or '.join(map(str, sorted(counts)))} finite float32 numbers"
+        raise CorruptFileError(f"{file.path}: {scale_name}", expected, f"{tensor.kind.name} {tensor.shape}", AGAIN)
+    return values

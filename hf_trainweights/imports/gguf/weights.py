@@ -9,68 +9,114 @@ from torch import Tensor
 
 from hf_trainweights.errors import CorruptFileError, UnsupportedError
 from hf_trainweights.files.spill import Spill
-from hf_trainweights.imports.gguf.blocks import BLOCKS, FLOATS, Blocks
+from hf_trainweights.formats.base import Format
+from hf_trainweights.imports.gguf.blocks import ALTERNATIVES, FLOATS, Blocks
 from hf_trainweights.imports.gguf.places import Place, Slot
 from hf_trainweights.imports.layouts.base import AGAIN
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
-# Rows are read in groups of about so many weights, so that what they are unpacked to stays in the processor's cache.
+# Rows are read in groups of about so many weights, so that they stay in the processor's cache while they are unpacked.
 _WEIGHTS_AT_ONCE = 1 << 18
-
-# The dtypes that a float weight may get, and in which order: the first that holds all values of a file exactly.
+# The dtypes of 16 bits that a model's float weights may get.
 _NARROW = (torch.bfloat16, torch.float16)
+_GLOBAL_SCALE = "global_scale"
 
 
-def quantized_weight(
-    name: str, slot: Slot, places: Sequence[Place], dtype: torch.dtype, spill: Spill
-) -> QuantizedTensor:
-    """Return the weight that blocks stand for; UnsupportedError: its parts are of kinds that no format holds alike."""
-    kinds = [BLOCKS[place.tensor.kind.name] for place in places]
-    form = kinds[0].format
-    if any(kind.format != form for kind in kinds):
+def common_format(name: str, slot: Slot, places: Sequence[Place]) -> Format | None:
+    """Return the format for all parts of a weight, or None if it is float, or of a shape that codes cannot have.
+
+    UnsupportedError: no format holds the parts of the weight alike.
+    """
+    formats = [[way.format for way in _ways(place)] for place in places]
+    if not slot.takes_codes or not all(formats):
+        return None
+    form = next((form for form in formats[0] if all(form in others for others in formats[1:])), None)
+    if form is None:
         found = ", ".join(f"{place.name} in {place.tensor.kind.name}" for place in places)
-        next_step = "Take a file that holds both in one kind."
-        raise UnsupportedError(name, "parts of one kind, because they are one weight here", found, next_step)
-    specs = form.tensor_specs(slot.shape, torch.float16)
-    stored = {key: spill.empty(*spec) for key, spec in specs.items()}
+        next_step = "Take a file that holds these in one kind, such as Q8_0 or Q6_K."
+        raise UnsupportedError(name, "parts of one weight in kinds that one format holds", found, next_step)
+    return form if form.fallback(slot.shape) == form else None
+
+
+def quantized_weight(name: str, slot: Slot, places: Sequence[Place], form: Format, spill: Spill) -> QuantizedTensor:
+    """Return the weight in its `common_format` that blocks stand for.
+
+    UnsupportedError: its parts have different tensors that all rows share. CorruptFileError: a scale is not finite.
+    """
+    ways = [_way(place, form) for place in places]
+    stored = {key: spill.empty(*spec) for key, spec in form.tensor_specs(slot.shape, torch.float16).items()}
+    _fill_shared(name, stored, form, ways, places)
     by_rows = {key: tensor.flatten(0, -2) for key, tensor in stored.items() if key not in form.shared_names}
-    for kind, place in zip(kinds, places, strict=True):
-        for key, tensor in kind.shared.items():
-            stored[key].copy_(tensor)
+    for place, way in zip(places, ways, strict=True):
         for rows, data in _pieces(place, slot.columns):
-            blocks = data.view(len(data), -1, place.tensor.kind.block_bytes)
-            for key, tensor in kind.decode(blocks).items():
+            for key, tensor in way.decode(data.view(len(data), -1, place.tensor.kind.block_bytes)).items():
+                _check_finite(name, place, key, tensor)
                 by_rows[key][rows] = tensor
     form.check(stored, slot.shape, name)
-    return QuantizedTensor(stored, form, slot.shape, dtype, slot.transposed)
+    return QuantizedTensor(stored, form, slot.shape, torch.float16, slot.transposed)
 
 
 def float_weight(name: str, slot: Slot, places: Sequence[Place], spill: Spill) -> Tensor:
-    """Return the values of a weight as float32; blocks are multiplied with their scales, which float32 holds exactly.
+    """Return the values of a weight in float32, which holds those of blocks exactly.
 
-    Rows that the file leaves out, which the model never uses, are zero.
+    Rows that the file leaves out, because the model never uses them, are zero. CorruptFileError: one is not finite.
     """
     weight = spill.empty(slot.shape, torch.float32).zero_()
     by_rows = weight.view(-1, slot.columns)
     for place in places:
         for rows, data in _pieces(place, slot.columns):
             values = _values(place, data, slot.columns)
-            if not bool(values.isfinite().all()):
-                raise CorruptFileError(f"{name} ({place.name})", "finite values", "NaN or Inf", AGAIN)
+            _check_finite(name, place, "values", values)
             by_rows[rows] = values - place.offset if place.offset else values
     return spill.keep(weight.mT.contiguous()) if slot.transposed else weight
 
 
 def narrowest_dtype(tensors: Sequence[Tensor], preferred: torch.dtype | None) -> torch.dtype:
-    """Return the first dtype that holds all values of float32 tensors exactly: the preferred one, or 16 bits, or 32."""
+    """Return the preferred dtype, or one of 16 bits, that holds all values of float32 tensors exactly; else float32."""
     candidates = dict.fromkeys(dtype for dtype in (preferred, *_NARROW) if dtype is not None)
     exact = (dtype for dtype in candidates if all(_holds(dtype, tensor) for tensor in tensors))
     return next(exact, torch.float32)
 
 
 def _holds(dtype: torch.dtype, tensor: Tensor) -> bool:
-    blocks = tensor.flatten().split(_WEIGHTS_AT_ONCE)
-    return dtype is torch.float32 or all(torch.equal(block.to(dtype).float(), block) for block in blocks)
+    pieces = tensor.flatten().split(_WEIGHTS_AT_ONCE)
+    return dtype is torch.float32 or all(torch.equal(piece.to(dtype).float(), piece) for piece in pieces)
+
+
+def _ways(place: Place) -> tuple[Blocks, ...]:
+    return ALTERNATIVES.get(place.tensor.kind.name, ())
+
+
+def _way(place: Place, form: Format) -> Blocks:
+    return next(way for way in _ways(place) if way.format == form)
+
+
+def _fill_shared(
+    name: str, stored: dict[str, Tensor], form: Format, ways: Sequence[Blocks], places: Sequence[Place]
+) -> None:
+    """Fill the stored tensors that all rows of a matrix share; UnsupportedError: its parts have different ones."""
+    for index, (way, place) in enumerate(zip(ways, places, strict=True)):
+        shared = dict(way.shared)
+        if _GLOBAL_SCALE in form.shared_names:
+            shared[_GLOBAL_SCALE] = (
+                place.factor.view(-1, 1, 1) if stored["qdata"].dim() > 2 else place.factor.view(1, 1)
+            )
+        for key, tensor in shared.items():
+            wide = tensor.expand(stored[key].shape)
+            if index and not torch.equal(stored[key], wide):
+                found = f"another one for {place.name} than for {places[0].name}"
+                raise UnsupportedError(
+                    name, f"one {key} for all parts of a weight", found, "Take a file of another kind."
+                )
+            stored[key].copy_(wide)
+
+
+def _check_finite(name: str, place: Place, key: str, tensor: Tensor) -> None:
+    is_code = key == "scale" and tensor.dtype == torch.uint8
+    if (tensor.is_floating_point() and not bool(tensor.float().isfinite().all())) or (
+        is_code and bool((tensor == 255).any())
+    ):
+        raise CorruptFileError(f"{name} ({place.name} in the file)", f"finite numbers as {key}", "NaN or Inf", AGAIN)
 
 
 def _values(place: Place, data: Tensor, columns: int) -> Tensor:
@@ -78,9 +124,11 @@ def _values(place: Place, data: Tensor, columns: int) -> Tensor:
     kind = place.tensor.kind
     if kind.name in FLOATS:
         return data.contiguous().view(FLOATS[kind.name]).float()
-    blocks = BLOCKS[kind.name]
-    stored = blocks.decode(data.view(len(data), -1, kind.block_bytes))
-    return blocks.format.dequantize({**stored, **blocks.shared}, (len(data), columns), torch.float32)
+    way = _ways(place)[0]
+    stored = {**way.decode(data.view(len(data), -1, kind.block_bytes)), **way.shared}
+    if _GLOBAL_SCALE in way.format.tensor_names:
+        stored[_GLOBAL_SCALE] = place.factor.view(1, 1)
+    return way.format.dequantize(stored, (len(data), columns), torch.float32)
 
 
 def _pieces(place: Place, columns: int) -> Iterator[tuple[Tensor | slice, Tensor]]:
@@ -90,8 +138,5 @@ def _pieces(place: Place, columns: int) -> Iterator[tuple[Tensor | slice, Tensor
     for start in range(0, len(data), count):
         rows = place.rows[start : start + count]
         first, last = int(rows[0]), int(rows[-1])
-        neighbours = last - first == len(rows) - 1 and torch.equal(rows, torch.arange(first, last + 1))
+        neighbours = torch.equal(rows, torch.arange(first, last + 1))
         yield slice(first, last + 1) if neighbours else rows, data[start : start + count]
-
-
-__all__ = ["Blocks", "float_weight", "narrowest_dtype", "quantized_weight"]
