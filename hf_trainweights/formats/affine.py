@@ -28,6 +28,7 @@ from torch import Tensor
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats.arithmetic import float32_blocks, reciprocal, round_scale
 from hf_trainweights.formats.base import Format, Specs
+from hf_trainweights.formats.columns import ColumnCodes
 from hf_trainweights.formats.group_scales import codes_of_bits, pack_bits, packed_bytes
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.packing import CODES_PER_WORD, pack_int4, unpack_int4
@@ -156,10 +157,14 @@ class Affine(Format):
         groups = rows.view(*amax.shape, -1)
         for block, values in float32_blocks(groups):
             scale, zeros = _search(values, self.bits, rows.dtype)
-            codes = _encode(values, scale, zeros, self.bits)
+            codes = _encode(values, scale, zeros, self.bits).to(torch.uint8)
             out["scale"][block].copy_(scale)
-            out["zero_point"][block].copy_(pack_bits(zeros, self.bits) if self.bit_packed else zeros)
-            out["qdata"][block].copy_(_pack(codes.to(torch.uint8).flatten(1), self.bits))
+            out["zero_point"][block].copy_(_pack_zeros(zeros, self))
+            out["qdata"][block].copy_(_pack(codes.flatten(1), self.bits))
+
+    def columns(self, weight: Tensor, importance: Tensor) -> ColumnCodes | None:
+        """Return an object that chooses codes column by column, with the clippings of `quantize_rows`."""
+        return None if self.is_import_only else _Columns(self, weight, importance)
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> Unpacked:
         """Return codes, zero points, scales and offsets of groups."""
@@ -242,26 +247,79 @@ def _codes_of(octets: Tensor, bits: int) -> Tensor:
     return nibbles_of(octets) if bits == 4 else codes_of_planes(octets, bits)
 
 
-def _search(groups: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return scales of `dtype` and zero points, both `[n, G]`, with the smallest squared error for `[n, G, g]`."""
+class _Columns(ColumnCodes):
+    """Chooses the codes, scales and zero points of one weight; scales and zero points are `[N, G]`."""
+
+    def __init__(self, form: Affine, weight: Tensor, importance: Tensor):
+        N, K = weight.shape
+        self.group_size, self._form, self._importance = form.group_size, form, importance
+        self._scale = weight.new_empty((N, K // (form.group_size or K)))
+        self._zeros = torch.empty_like(self._scale, dtype=torch.float32)
+        self._codes = weight.new_empty((K, N), dtype=torch.uint8)
+        if form.group_size is None:
+            self.begin_group(0, weight.float().t())
+
+    def begin_group(self, group: int, values: Tensor) -> None:
+        """Choose the clipping with the smallest squared error."""
+        groups, first = values.t().unsqueeze(1).contiguous(), group * len(values)
+        importance = self._importance[first : first + len(values)]
+        scale, zeros = _search(groups, self._form.bits, self._scale.dtype, importance)
+        self._scale[:, group], self._zeros[:, group] = scale[:, 0], zeros[:, 0]
+        self._current = scale, zeros, scale.float().flatten()
+
+    def encode(self, column: int, values: Tensor) -> Tensor:
+        """Choose the nearest codes."""
+        scale, zeros, factor = self._current
+        codes = _encode(values.view(-1, 1, 1), scale, zeros, self._form.bits).flatten()
+        self._codes[column] = codes
+        return codes.sub_(zeros.flatten()).mul_(factor)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return packed codes, scales, and packed zero points."""
+        codes = self._codes.t().contiguous()
+        zeros = _pack_zeros(self._zeros, self._form)
+        return {"qdata": _pack(codes, self._form.bits), "scale": self._scale, "zero_point": zeros}
+
+
+def _pack_zeros(zeros: Tensor, form: Affine) -> Tensor:
+    """Pack integer zero points `[n, G]`, held as floats."""
+    return pack_bits(zeros, form.bits) if form.bit_packed else zeros.to(torch.uint8)
+
+
+def _search(groups: Tensor, bits: int, dtype: torch.dtype, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return scales of `dtype` and zero points, both `[n, G]`, with the smallest squared error for `[n, G, g]`.
+
+    `importance` `[g]` weighs the squared error of each column.
+    """
     largest = 2**bits - 1
-    low, high = groups.amin(dim=-1).clamp_max(0), groups.amax(dim=-1).clamp_min(0)
+    low, high = groups.amin(dim=-1).clamp_max_(0), groups.amax(dim=-1).clamp_min_(0)
     # The difference of the ends could overflow.
     covering = high / largest - low / largest
-    scale, zeros, least = covering, covering, torch.full_like(covering, torch.inf)
+    chosen: tuple[Tensor, Tensor, Tensor] | None = None
     for clipping in _CLIPPINGS.get(bits, (1.0,)):
-        tried_scale = round_scale(covering * clipping, largest + 1, dtype)
-        tried_zeros = (low * clipping * -reciprocal(tried_scale)).round_().clamp_(0, largest)
-        values = _encode(groups, tried_scale, tried_zeros, bits).sub_(tried_zeros.unsqueeze(-1))
-        error = values.mul_(tried_scale.float().unsqueeze(-1)).sub_(groups).square_().sum(dim=-1)
-        # The first is taken even if the sum of its squares overflows.
-        better = error < least if scale is not covering else torch.ones_like(error, dtype=torch.bool)
-        scale, zeros = torch.where(better, tried_scale, scale), torch.where(better, tried_zeros, zeros)
-        least = torch.where(better, error, least)
-    return scale.to(dtype), zeros
+        # A code that would overflow with this scale is clamped.
+        scale = round_scale(covering * clipping, 1, dtype)
+        zeros = (low * clipping * -reciprocal(scale)).round_().clamp_(0, largest)
+        values = _encode(groups, scale, zeros, bits).sub_(zeros.unsqueeze(-1))
+        squares = values.mul_(scale.float().unsqueeze(-1)).sub_(groups).square_()
+        error = (squares if importance is None else squares.mul_(importance)).sum(dim=-1)
+        if chosen is None:
+            chosen = scale, zeros, error
+        else:
+            better = error < chosen[2]
+            scale, zeros = torch.where(better, scale, chosen[0]), torch.where(better, zeros, chosen[1])
+            chosen = scale, zeros, torch.where(better, error, chosen[2])
+    assert chosen is not None
+    return chosen[:2]
 
 
 def _encode(groups: Tensor, scale: Tensor, zeros: Tensor, bits: int) -> Tensor:
-    """Return the nearest codes of groups, as floats."""
-    codes = (groups * reciprocal(scale).unsqueeze(-1)).round_().add_(zeros.unsqueeze(-1))
-    return codes.clamp_(0, 2**bits - 1)
+    """Return the nearest codes of groups `[n, G, g]` whose values are finite in the scale's dtype, as floats."""
+    inverse, zeros, largest = reciprocal(scale), zeros.unsqueeze(-1), 2**bits - 1
+    codes = (groups * inverse.unsqueeze(-1)).round_().add_(zeros)
+    most = torch.finfo(scale.dtype).max
+    if bool(scale.float().amax() < most / largest):
+        return codes.clamp_(0, largest)
+    # A little less than the quotient, which is rounded.
+    reach = (most * (1 - 2**-20) * inverse).floor_().unsqueeze(-1)
+    return codes.clamp_((zeros - reach).clamp_min_(0), (zeros + reach).clamp_max_(largest))

@@ -46,6 +46,8 @@ class Format(ABC):
     groups_for_targets: ClassVar[TargetGroups] = {}
     # Whether the codes of a row depend on that row alone, and not on other rows of the matrix.
     has_independent_rows: ClassVar[bool] = True
+    # Whether some columns can be cut off if they are whole steps of `column_step`.
+    has_cuttable_columns: ClassVar[bool] = True
     # Whether weights of this format come from files of other programs alone, so that `quantize` refuses.
     is_import_only: ClassVar[bool] = False
 
@@ -60,6 +62,10 @@ class Format(ABC):
         A format may have a step that it does not declare here: `can_cut_columns` tests each cut on a small weight.
         """
         return getattr(self, "group_size", None) or 1
+
+    def groups_in(self, columns: int) -> int:
+        """Return the number of groups of so many columns of a row."""
+        return columns // (getattr(self, "group_size", None) or columns or 1)
 
     def check_group_size(self, allowed: Sequence[int], advice: str) -> None:
         """Check the parameter `group_size`; ConfigError: it is not one of the allowed sizes."""

@@ -95,24 +95,30 @@ class Float8E4M3(Format):
     def quantize_rows(self, rows: Tensor, amax: Tensor, out: Mapping[str, Tensor]) -> None:
         """Fill codes `float8(w * (1 / scale))`, the scale rounded to its dtype first."""
         scale = out["scale"].copy_(round_scale(amax / _LARGEST, _LARGEST, rows.dtype))
-        inverse = self._of_columns(reciprocal(scale), rows.shape[-1])
+        inverse = reciprocal(scale)
         for block, values in float32_blocks(rows):
             # The rounded scale may be a little small, and not every release of torch casts values beyond 448 to 448.
-            out["qdata"][block].copy_(values.mul_(inverse[block]).clamp_(-_LARGEST, _LARGEST))
+            out["qdata"][block].copy_(self._multiply_(values, inverse[block]).clamp_(-_LARGEST, _LARGEST))
 
-    def _of_columns(self, scale: Tensor, K: int) -> Tensor:
-        """Return the scale of each column, or of the row if all columns share it."""
-        return scale if self.group_size is None else scale.repeat_interleave(self.group_size, dim=-1)[..., :K]
+    def _multiply_(self, values: Tensor, factors: Tensor) -> Tensor:
+        """Multiply values `[*, K]` by the factors of their groups `[*, G]`, in place."""
+        groups, size = factors.shape[-1], self.group_size or values.shape[-1]
+        if values.shape[-1] % size:
+            # The last group of a row has fewer columns.
+            groups -= 1
+            values[..., groups * size :].mul_(factors[..., groups:])
+        values[..., : groups * size].unflatten(-1, (groups, size)).mul_(factors[..., :groups].unsqueeze(-1))
+        return values
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> Unpacked:
         """Return the stored codes and scales, and for codes given as bytes a table of their values."""
         qdata, scale = tensors["qdata"], tensors["scale"]
-        K = qdata.shape[-1]
+        K, size = qdata.shape[-1], self.group_size
         if self.scales != "plain":
             scale, _ = SCALE_CODINGS[self.scales].decode(tensors, self._groups(K))
-        if self.group_size is not None and K % self.group_size:
+        if size is not None and K % size:
             # Groups of one column each, because the last group has fewer columns than the others.
-            scale = self._of_columns(scale, K)
+            scale = scale.repeat_interleave(size, dim=-1)[..., :K]
         return Unpacked(qdata, scale, None, table=E4M3 if qdata.dtype == torch.uint8 else None)
 
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
@@ -120,14 +126,15 @@ class Float8E4M3(Format):
         qdata, scale = tensors["qdata"], tensors["scale"]
         if self.scales != "plain":
             scale, _ = SCALE_CODINGS[self.scales].decode(tensors, self._groups(K))
-        scale = self._of_columns(scale, K)
         plain = type(qdata) is Tensor and qdata.device.type == "cpu" and qdata.numel() > 0
         if not plain or dtype not in FLOAT_DTYPES:
+            if self.group_size is not None:
+                scale = scale.repeat_interleave(self.group_size, dim=-1)[..., :K]
             return scale_codes(qdata, scale, dtype)
         rows, factors = qdata.reshape(-1, K), scale.reshape(-1, scale.shape[-1]).float() * _FLOAT16_OF_CODE
         out = torch.empty(rows.shape, dtype=dtype, device=rows.device)
         for block in cache_blocks(rows):
-            out[block] = _float16(rows[block]).float().mul_(factors[block])
+            out[block] = self._multiply_(_float16(rows[block]).float(), factors[block])
         return out.view(qdata.shape)
 
 

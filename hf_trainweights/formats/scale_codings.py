@@ -4,8 +4,8 @@
 |---|---|---|---|
 | `plain` | `[*, N, G]`, float | | as stored |
 | `e8m0` | `[*, N, G]` uint8 | | `2**(scale - 127)`; 255 is NaN |
-| `e4m3` | `[*, N, G]` float8_e4m3fn | `global_scale` `[*, 1, 1]` float32 | `scale * global_scale` |
-| `e4m3_divided` | `[*, N, G]` float8_e4m3fn | `global_scale` `[*, 1, 1]` float32 | `scale / global_scale` |
+| `e4m3` | `[*, N, G]` float8_e4m3fn | `global_scale` `[*, N, 1]` float32 | `scale * global_scale` |
+| `e4m3_divided` | `[*, N, G]` float8_e4m3fn | `global_scale` `[*, N, 1]` float32 | `scale / global_scale` |
 | `nested` | `[*, N, G]` uint8 | see `_nested_columns` | `scale_table[scale] * outer + scale_offset` |
 | `k4` | `[*, N, 2 * S]` float16 | `group_scale` `[*, N, 12 * S]` | 6 bits times `scale`, and a minimum likewise |
 | `k2` | `[*, N, 2 * S]` float16 | `group_scale` `[*, N, 16 * S]` | 4 bits times `scale`, and a minimum likewise |
@@ -13,7 +13,8 @@
 | `k6` | `[*, N, S]` float16 | `group_scale` `[*, N, 16 * S]` | int8 times `scale` |
 | `iq4_xs` | `[*, N, S]` float16 | `group_scale` `[*, N, 6 * S]` | (6 bits - 32) times `scale` |
 
-G is the number of groups of a row, and S = K // 256 its number of superblocks.
+G is the number of groups of a row, and S = K // 256 its number of superblocks. Files have one `global_scale` and one
+`scale_offset` for a weight; here each row has them, so that rows of several weights can be put together.
 The bytes of `group_scale` are those of GGUF's blocks, in their order. Every product of a float16 number and a small
 integer is exact in float32. The ops are those that every exporter of PyTorch writes.
 """
@@ -198,7 +199,7 @@ def _with_global_scale(decode: Callable[[Mapping[str, Tensor], int], GroupScales
         del scale_dtype
         return {"scale": (groups, torch.float8_e4m3fn), "global_scale": (1, torch.float32)}
 
-    return ScaleCoding(columns, decode, shared_names=("global_scale",))
+    return ScaleCoding(columns, decode)
 
 
 SCALE_CODINGS: dict[str, ScaleCoding] = {
@@ -206,7 +207,7 @@ SCALE_CODINGS: dict[str, ScaleCoding] = {
     "e8m0": ScaleCoding(lambda groups, _: {"scale": (groups, torch.uint8)}, _decode_e8m0),
     "e4m3": _with_global_scale(_decode_e4m3),
     "e4m3_divided": _with_global_scale(_decode_e4m3_divided),
-    "nested": ScaleCoding(_nested_columns, _decode_nested, shared_names=("scale_table", "scale_offset")),
+    "nested": ScaleCoding(_nested_columns, _decode_nested, shared_names=("scale_table",)),
     "k4": _superblocks(32, 2, 12, _decode_k4),
     "k2": _superblocks(16, 2, 16, _decode_k2),
     "k3": _superblocks(16, 1, 12, _decode_k3),

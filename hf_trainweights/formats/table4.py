@@ -23,7 +23,7 @@ from torch import Tensor
 from hf_trainweights.formats.affine import Affine
 from hf_trainweights.formats.base import Format, Specs
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.formats.packing import CODES_PER_WORD
+from hf_trainweights.formats.packing import CODES_PER_WORD, look_up_nibbles
 from hf_trainweights.formats.scale_codings import SCALE_CODINGS, ScaleCoding, check_group_size
 from hf_trainweights.formats.unpacked import Unpacked, nibbles_of, octets_of
 
@@ -115,16 +115,8 @@ class Table4(Format):
 
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
         """Return value times scale, rounded to float32, then to `dtype`."""
-        qdata, wide = tensors["qdata"].contiguous(), torch.float64 if dtype == torch.float64 else torch.float32
-        table = tensors["table"].to(wide).reshape(-1, TABLE_SIZE)
-        # The two values of each byte of two indices, that of the low bits first; those of each matrix after another.
-        octets = torch.arange(256, device=qdata.device)
-        pairs = torch.stack([table[:, octets & 15], table[:, octets >> 4]], dim=-1).flatten(0, 1)
-        positions = qdata.view(torch.uint8).to(torch.int32)
-        if len(table) > 1:
-            matrices = torch.arange(0, 256 * len(table), 256, dtype=torch.int32, device=qdata.device)
-            positions += matrices.view(*qdata.shape[:-2], 1, 1)
-        values = pairs.index_select(0, positions.flatten())
-        groups = values.view(*qdata.shape[:-1], K // self.group_size, self.group_size)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        values = look_up_nibbles(tensors["qdata"], tensors["table"].to(wide))
         scale, _ = self.coding.decode(tensors, K // self.group_size)
-        return groups.mul_(scale.to(wide).unsqueeze(-1)).to(dtype).view(*qdata.shape[:-1], K)
+        values.unflatten(-1, (scale.shape[-1], self.group_size)).mul_(scale.to(wide).unsqueeze(-1))
+        return values.to(dtype)

@@ -27,7 +27,7 @@ from hf_trainweights.imports.conversion import Skeleton, Source, convert
 from hf_trainweights.imports.gguf.sources import find_gguf
 from hf_trainweights.imports.layouts import layout_of
 from hf_trainweights.imports.layouts.base import AGAIN
-from hf_trainweights.models.choosing.config import TrainWeightsConfig
+from hf_trainweights.models.choosing.description import config_of
 from hf_trainweights.models.choosing.summary import Summary
 from hf_trainweights.models.loading.saved_models import (
     check_config,
@@ -196,7 +196,7 @@ def _read_description(folder: Path) -> dict[str, Any]:
 
 def _write_config(directory: Path, config: dict[str, Any], default: Format) -> None:
     """Write config.json with this package's description of the weights."""
-    quantization = TrainWeightsConfig(**default.get_config()).to_dict()
+    quantization = config_of(default).to_dict()
     text = json.dumps({**config, "quantization_config": quantization}, indent=2)
     (directory / CONFIG_NAME).write_text(text, encoding="utf-8")
 
