@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -56,14 +55,14 @@ class Place(NamedTuple):
         tensor: The tensor of the file.
         rows: For each row of the file the row of the model's tensor, with all leading dimensions flattened.
         offset: A number that the file has added to each value.
-        factor: The numbers that NVFP4's scales are multiplied with: one, or one for each expert; float32.
+        factors: The number by which the scales of each row of an NVFP4 weight are multiplied, float32.
     """
 
     name: str
     tensor: GgufTensor
     rows: Tensor
     offset: float
-    factor: Tensor
+    factors: Tensor
 
 
 def places_of(
@@ -77,7 +76,7 @@ def places_of(
     origins, unknown = origins_of(slots, architecture, config)
     unknown += [name for name in slots if name.startswith(architecture.unused)]
     _refuse(file, unknown, f"tensors that llama.cpp's {architecture.name} has", "Give the right config.json.")
-    missing = [name for name in origins if name not in file.tensors]
+    missing = [name for name in origins if name not in file.tensors and not name.endswith(".bias")]
     if missing:
         expected = f"all tensors of {architecture.name} with {config.num_hidden_layers} layers"
         raise CorruptFileError(str(file.path), expected, f"no {', '.join(missing[:_SHOWN])}", AGAIN)
@@ -88,10 +87,12 @@ def places_of(
         f"tensors that {(config.architectures or ['the model'])[0]} has places for",
         "Give base_model, if the model is of another class.",
     )
-    places = defaultdict(list)
+    # A bias that the file lacks is zero: a class may have more biases than the models that were trained with it.
+    places: dict[str, list[Place]] = {name: [] for name in slots}
     for name, origin in origins.items():
-        places[origin.source].append(_place(file, name, origin, slots[origin.source]))
-    return dict(places)
+        if name in file.tensors:
+            places[origin.source].append(_place(file, name, origin, slots[origin.source]))
+    return places
 
 
 def _is_left_out(name: str, file: GgufFile, config: PretrainedConfig) -> bool:
@@ -122,18 +123,18 @@ def _place(file: GgufFile, name: str, origin: Origin, slot: Slot) -> Place:
         raise UnsupportedError(where, f"one of {supported}", tensor.kind.name, next_step)
     numbers = torch.arange(torch.Size(slot.lead).numel())
     rows = origin.take(numbers.view(*slot.lead, 1) if len(slot.shape) > 1 else numbers).flatten()
-    return Place(name, tensor, rows, origin.offset, _factor(file, name, slot))
+    return Place(name, tensor, rows, origin.offset, _factors(file, name, slot, len(rows)))
 
 
-def _factor(file: GgufFile, name: str, slot: Slot) -> Tensor:
-    """Return the tensor beside an NVFP4 weight with a number for the weight or for each expert; 1 if there is none."""
+def _factors(file: GgufFile, name: str, slot: Slot, count: int) -> Tensor:
+    """Return the number for each of `count` rows: a file may have one for an NVFP4 weight, or one for each expert."""
     scale_name = f"{name.removesuffix('.weight')}.scale"
     if scale_name not in file.tensors:
-        return torch.ones(1)
+        return torch.ones(count)
     tensor = file.tensors[scale_name]
     counts = {1, *slot.shape[:-2]}
     values = tensor.data.flatten().view(torch.float32) if tensor.kind.name == "F32" else torch.empty(0)
     if len(values) not in counts or not bool(values.isfinite().all()):
         expected = f"{' or '.join(map(str, sorted(counts)))} finite float32 numbers"
         raise CorruptFileError(f"{file.path}: {scale_name}", expected, f"{tensor.kind.name} {tensor.shape}", AGAIN)
-    return values
+    return values.repeat_interleave(count // len(values))

@@ -19,6 +19,7 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 _WEIGHTS_AT_ONCE = 1 << 18
 # The dtypes of 16 bits that a model's float weights may get.
 _NARROW = (torch.bfloat16, torch.float16)
+_OTHER_FILE = "Take a file that holds these in one kind, such as one of Q8_0 or Q6_K."
 _GLOBAL_SCALE = "global_scale"
 
 
@@ -28,13 +29,12 @@ def common_format(name: str, slot: Slot, places: Sequence[Place]) -> Format | No
     UnsupportedError: no format holds the parts of the weight alike.
     """
     formats = [[way.format for way in _ways(place)] for place in places]
-    if not slot.takes_codes or not all(formats):
+    if not slot.takes_codes or not formats or not all(formats):
         return None
     form = next((form for form in formats[0] if all(form in others for others in formats[1:])), None)
     if form is None:
         found = ", ".join(f"{place.name} in {place.tensor.kind.name}" for place in places)
-        next_step = "Take a file that holds these in one kind, such as Q8_0 or Q6_K."
-        raise UnsupportedError(name, "parts of one weight in kinds that one format holds", found, next_step)
+        raise UnsupportedError(name, "parts of one weight in kinds that one format holds", found, _OTHER_FILE)
     return form if form.fallback(slot.shape) == form else None
 
 
@@ -48,10 +48,12 @@ def quantized_weight(name: str, slot: Slot, places: Sequence[Place], form: Forma
     _fill_shared(name, stored, form, ways, places)
     by_rows = {key: tensor.flatten(0, -2) for key, tensor in stored.items() if key not in form.shared_names}
     for place, way in zip(places, ways, strict=True):
-        for rows, data in _pieces(place, slot.columns):
+        for _, rows, data in _pieces(place, slot.columns):
             for key, tensor in way.decode(data.view(len(data), -1, place.tensor.kind.block_bytes)).items():
                 _check_finite(name, place, key, tensor)
                 by_rows[key][rows] = tensor
+        if _GLOBAL_SCALE in by_rows:
+            by_rows[_GLOBAL_SCALE][place.rows] = place.factors.unsqueeze(1)
     form.check(stored, slot.shape, name)
     return QuantizedTensor(stored, form, slot.shape, torch.float16, slot.transposed)
 
@@ -59,13 +61,14 @@ def quantized_weight(name: str, slot: Slot, places: Sequence[Place], form: Forma
 def float_weight(name: str, slot: Slot, places: Sequence[Place], spill: Spill) -> Tensor:
     """Return the values of a weight in float32, which holds those of blocks exactly.
 
-    Rows that the file leaves out, because the model never uses them, are zero. CorruptFileError: one is not finite.
+    Values that the file leaves out are zero: positions that the model never uses, and biases. CorruptFileError: a value
+    is not finite.
     """
     weight = spill.empty(slot.shape, torch.float32).zero_()
     by_rows = weight.view(-1, slot.columns)
     for place in places:
-        for rows, data in _pieces(place, slot.columns):
-            values = _values(place, data, slot.columns)
+        for start, rows, data in _pieces(place, slot.columns):
+            values = _values(place, data, slot.columns, start)
             _check_finite(name, place, "values", values)
             by_rows[rows] = values - place.offset if place.offset else values
     return spill.keep(weight.mT.contiguous()) if slot.transposed else weight
@@ -96,47 +99,40 @@ def _fill_shared(
 ) -> None:
     """Fill the stored tensors that all rows of a matrix share; UnsupportedError: its parts have different ones."""
     for index, (way, place) in enumerate(zip(ways, places, strict=True)):
-        shared = dict(way.shared)
-        if _GLOBAL_SCALE in form.shared_names:
-            shared[_GLOBAL_SCALE] = (
-                place.factor.view(-1, 1, 1) if stored["qdata"].dim() > 2 else place.factor.view(1, 1)
-            )
-        for key, tensor in shared.items():
+        for key, tensor in way.shared.items():
             wide = tensor.expand(stored[key].shape)
             if index and not torch.equal(stored[key], wide):
                 found = f"another one for {place.name} than for {places[0].name}"
-                raise UnsupportedError(
-                    name, f"one {key} for all parts of a weight", found, "Take a file of another kind."
-                )
+                raise UnsupportedError(name, f"one {key} for all parts of a weight", found, _OTHER_FILE)
             stored[key].copy_(wide)
 
 
 def _check_finite(name: str, place: Place, key: str, tensor: Tensor) -> None:
-    is_code = key == "scale" and tensor.dtype == torch.uint8
-    if (tensor.is_floating_point() and not bool(tensor.float().isfinite().all())) or (
-        is_code and bool((tensor == 255).any())
-    ):
+    """Check the numbers of a stored tensor: floats, and the exponents of scales, of which 255 is NaN."""
+    is_exponent = key == "scale" and tensor.dtype == torch.uint8
+    numbers = tensor.view(torch.float8_e8m0fnu) if is_exponent else tensor
+    if numbers.is_floating_point() and not bool(numbers.float().isfinite().all()):
         raise CorruptFileError(f"{name} ({place.name} in the file)", f"finite numbers as {key}", "NaN or Inf", AGAIN)
 
 
-def _values(place: Place, data: Tensor, columns: int) -> Tensor:
-    """Return the float32 values of some rows of a file's tensor."""
+def _values(place: Place, data: Tensor, columns: int, start: int) -> Tensor:
+    """Return the float32 values of some rows of a file's tensor, from row `start` on."""
     kind = place.tensor.kind
     if kind.name in FLOATS:
         return data.contiguous().view(FLOATS[kind.name]).float()
     way = _ways(place)[0]
     stored = {**way.decode(data.view(len(data), -1, kind.block_bytes)), **way.shared}
     if _GLOBAL_SCALE in way.format.tensor_names:
-        stored[_GLOBAL_SCALE] = place.factor.view(1, 1)
+        stored[_GLOBAL_SCALE] = place.factors[start : start + len(data)].unsqueeze(1)
     return way.format.dequantize(stored, (len(data), columns), torch.float32)
 
 
-def _pieces(place: Place, columns: int) -> Iterator[tuple[Tensor | slice, Tensor]]:
-    """Yield the bytes of some rows of a file's tensor, and the rows of the model's tensor that they make up."""
+def _pieces(place: Place, columns: int) -> Iterator[tuple[int, Tensor | slice, Tensor]]:
+    """Yield the first of some rows of a file, the rows of the model's tensor that they make up, and their bytes."""
     count = max(1, _WEIGHTS_AT_ONCE // columns)
     data = place.tensor.data.view(len(place.rows), -1)
     for start in range(0, len(data), count):
         rows = place.rows[start : start + count]
         first, last = int(rows[0]), int(rows[-1])
         neighbours = torch.equal(rows, torch.arange(first, last + 1))
-        yield slice(first, last + 1) if neighbours else rows, data[start : start + count]
+        yield start, slice(first, last + 1) if neighbours else rows, data[start : start + count]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,20 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama_tied": ("LlamaForCausalLM", "llama", {**SMALL, "tie_word_embeddings": True}),
     "qwen2": ("Qwen2ForCausalLM", "qwen2", SMALL),
     "qwen3": ("Qwen3ForCausalLM", "qwen3", {**SMALL, "head_dim": 128}),
-    "gemma2": ("Gemma2ForCausalLM", "gemma2", {**SMALL, "head_dim": 128, "tie_word_embeddings": True}),
+    "gemma2": ("Gemma2ForCausalLM", "gemma2", {**SMALL, "head_dim": 256, "tie_word_embeddings": True}),
     "qwen3_moe": ("Qwen3MoeForCausalLM", "qwen3moe", {**SMALL, **EXPERTS, "head_dim": 64}),
 }
 # Where a block has float16 numbers, the first of which are scales.
 _HALVES = {
     **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS"), (0,)),
     **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
-    **{"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "TQ2_0": (64,), "TQ1_0": (52,), "MXFP4": (), "NVFP4": ()},
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+    "TQ2_0": (64,),
+    "TQ1_0": (52,),
+    "MXFP4": (),
+    "NVFP4": (),
 }
 
 # Which kind a tensor of the file gets, by its name; None for float32.
@@ -151,13 +158,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, vocabulary: int) -> None:
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens[:vocabulary])
     writer.add_token_types([1] * vocabulary)
-    merges = tokenizer.backend_tokenizer.to_str()
-    writer.add_token_merges([" ".join(pair) for pair in _merges(merges)])
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    writer.add_token_merges([" ".join(pair) for pair in merges])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-
-
-def _merges(text: str) -> list[list[str]]:
-    import json
-
-    return json.loads(text)["model"]["merges"]
