@@ -97,6 +97,7 @@ def write_gguf(
     kinds: Kinds = mixture,
     metadata: Mapping[str, Any] | None = None,
     extra: Mapping[str, np.ndarray] | None = None,
+    change: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, values: values,
     **writer_options: Any,
 ) -> PreTrainedModel:
     """Write a file and return the float model that gave it its names and its float tensors.
@@ -107,6 +108,7 @@ def write_gguf(
         kinds: The kind of each tensor.
         metadata: Further methods of the writer, with their argument.
         extra: Further float32 tensors.
+        change: Changes a float tensor.
         writer_options: Options of the writer.
     """
     model = build(name)
@@ -139,7 +141,7 @@ def write_gguf(
     for number, (tensor_name, values) in enumerate(expected_tensors(model).items()):
         kind = kinds(tensor_name)
         if kind is None:
-            writer.add_tensor(tensor_name, values.contiguous().numpy())
+            writer.add_tensor(tensor_name, change(tensor_name, values).contiguous().numpy())
         else:
             writer.add_tensor(tensor_name, blocks(kind, tuple(values.shape), number), raw_dtype=Kind[kind])
     for tensor_name, array in (extra or {}).items():

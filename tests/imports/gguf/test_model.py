@@ -104,8 +104,7 @@ def test_exported_models_come_back(name: str, source: Path, out: Path) -> None:
             import_directory(source, out)
         return
     import_directory(source, out)
-    back = type(model).from_pretrained(out, dtype="auto")
-    assert back.dtype == torch.float16
+    back = type(model).from_pretrained(out, dtype=torch.float16)
     assert any(isinstance(each, QuantizedTensor) for each in back.parameters())
     for each in (model, back):
         each.dequantize()
@@ -251,6 +250,16 @@ def test_divisors_of_llama_3_are_recognized(factor: float, source: Path, out: Pa
     export_gguf(model, source / "model.gguf", byte_level())
     import_directory(source, out)
     assert json.loads((out / "config.json").read_text())["rope_parameters"] == rope
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_model_gets_the_narrowest_dtype_that_holds_its_floats(dtype: torch.dtype, source: Path, out: Path) -> None:
+    step = torch.tensor(1 + torch.finfo(dtype).eps, dtype=torch.float32)
+    write_gguf(source / "model.gguf", "llama", change=lambda name, values: values * step if "norm" in name else values)
+    import_directory(source, out)
+    model = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    assert (model.dtype, model.config.dtype) == (dtype, dtype)
+    assert torch.equal(model.model.norm.weight.float(), torch.full((256,), float(step)))
 
 
 def test_a_missing_tensor_is_named(source: Path, out: Path) -> None:
