@@ -84,8 +84,11 @@ def import_directory(
     """
     out = Path(out)
     require_vacant_directory(out)
-    gguf = find_gguf(source, file)
-    opened = _open_directory(source) if gguf is None else _open_gguf(gguf, base_model)
+    local = local_source(source, file)
+    if local.is_dir():
+        opened = _open_directory(local)
+    else:
+        opened = _open_gguf(local, None if base_model is None else local_source(base_model, None))
     with new_directory(out) as temporary:
         converted = temporary.with_name(f"{temporary.name}.converted")
         converted.mkdir()
@@ -114,8 +117,15 @@ class _Opened(NamedTuple):
     add_companions: Callable[[Path], None]
 
 
-def _open_directory(source: str | os.PathLike[str]) -> _Opened:
-    folder = _folder(source)
+def local_source(source: str | os.PathLike[str], file: str | None) -> Path:
+    """Return the GGUF file that `file` selects, or the directory of a model; one on the Hub is downloaded.
+
+    ConfigError: there is none of them, or there are several files; or the directory has an adapter.
+    """
+    return find_gguf(source, file) or _folder(source)
+
+
+def _open_directory(folder: Path) -> _Opened:
     described, config = _read_json(folder)
     files = Source(folder)
     check_config(config, len(files.names), files.size_bytes, str(folder / CONFIG_NAME))
@@ -123,7 +133,7 @@ def _open_directory(source: str | os.PathLike[str]) -> _Opened:
     name, cls = saved_class(saved)
     if cls is None:
         expected, next_step = "a class of Transformers in config.json's architectures", "Other models are not read."
-        raise ConfigError(str(source), expected, name, next_step)
+        raise ConfigError(str(folder), expected, name, next_step)
     skeleton = Skeleton(cls, saved, files.size_bytes)
     # torchao's metadata uses the model's names of tensors, which may differ from the names in the checkpoint.
     described_names = skeleton.names_in_checkpoint(files.metadata)
@@ -136,15 +146,15 @@ def _open_directory(source: str | os.PathLike[str]) -> _Opened:
     return _Opened(folder, write, partial(copy_companions, folder))
 
 
-def _open_gguf(file: Path, base_model: str | os.PathLike[str] | None) -> _Opened:
+def _open_gguf(file: Path, base: Path | None) -> _Opened:
     require("gguf", "gguf")
     from hf_trainweights.imports.gguf.model import GgufModel
 
-    base = None if base_model is None else _folder(base_model)
-    model = GgufModel(file, base)
+    folder = file.parent if base is None else base.parent if base.is_file() else base
+    model = GgufModel(file, folder)
 
     def add_companions(target: Path) -> None:
-        copy_companions(base or file.parent, target)
+        copy_companions(folder, target)
         model.save_tokenizer(target)
 
     return _Opened(file, model.convert, add_companions)

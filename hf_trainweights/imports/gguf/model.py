@@ -43,8 +43,7 @@ class GgufModel:
 
     Args:
         file: The file, or one of the files of a split model.
-        base: The directory of the float model, or of any model of its configuration; None to look beside the file, and
-            else to read the configuration from the file's metadata.
+        folder: Where to look for config.json. If it is not there, the file's metadata tells the configuration.
 
     Raises:
         ConfigError: The configuration is for another architecture.
@@ -52,9 +51,9 @@ class GgufModel:
         UnsupportedError: The architecture, or a setting of it, is not known here.
     """
 
-    def __init__(self, file: Path, base: Path | None):
+    def __init__(self, file: Path, folder: Path):
         self._file = GgufFile(file)
-        self.config = _saved_config(base or file.parent, self._file) or config_of(self._file)
+        self.config = _saved_config(folder, self._file) or config_of(self._file)
         # A model whose file has an output of its own is not tied, whatever another model's configuration says.
         self.config.tie_word_embeddings = "output.weight" not in self._file.tensors
         cls, self._architecture = _class_of(self.config, self._file)
