@@ -32,6 +32,7 @@ class Architecture:
         ropes: The kinds of rotary embedding that llama.cpp has.
         skips_positions: Whether the first position is one more than the padding token's number.
         transposed: Endings of the names of float weights that a file holds transposed.
+        alternating: Whether the rows of gate and up take turns in the experts' merged weight.
         unused: Beginnings of the names of tensors that llama.cpp does not use.
         scaled_by_width: For a model with this number of layers, llama.cpp divides attention scores by the root of
             hidden size / heads. For any other it divides them by the root of the size of a head.
@@ -48,6 +49,7 @@ class Architecture:
     ropes: tuple[str, ...] = ("default", "linear")
     skips_positions: bool = False
     transposed: tuple[str, ...] = ()
+    alternating: bool = False
     unused: tuple[str, ...] = ()
     scaled_by_width: int | None = None
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)

@@ -57,9 +57,13 @@ def origins_of(
 def _float_names(name: str, architecture: Architecture, config: PretrainedConfig) -> dict[str, Take]:
     """Return the names in a float checkpoint by which gguf knows a tensor of a model, and the rows of each."""
     owner, _, parameter = name.rpartition(".")
-    if parameter == "gate_up_proj":
-        return {f"{owner}.gate_proj.weight": partial(_half, 0), f"{owner}.up_proj.weight": partial(_half, 1)}
-    if parameter == "down_proj":
+    kind = "bias" if parameter.endswith("_bias") else "weight"
+    if parameter.startswith("gate_up_proj"):
+        part = _every_second if architecture.alternating else _half
+        return {f"{owner}.gate_proj.{kind}": partial(part, 0), f"{owner}.up_proj.{kind}": partial(part, 1)}
+    if parameter.startswith("down_proj"):
+        return {f"{owner}.down_proj.{kind}": all_rows}
+    if parameter == "sinks":
         return {f"{name}.weight": all_rows}
     projection = owner.rpartition(".")[2]
     if projection == "query_key_value":
@@ -80,7 +84,11 @@ def all_rows(tensor: Tensor) -> Tensor:
 
 
 def _half(number: int, tensor: Tensor) -> Tensor:
-    return tensor.chunk(2, dim=-2)[number]
+    return tensor.chunk(2, dim=1)[number]
+
+
+def _every_second(number: int, tensor: Tensor) -> Tensor:
+    return tensor[:, number::2]
 
 
 def _interleave(heads: int, tensor: Tensor) -> Tensor:

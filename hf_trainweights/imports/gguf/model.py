@@ -17,11 +17,12 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from transformers.utils import logging
 
 from hf_trainweights.errors import ConfigError, TrainWeightsError
-from hf_trainweights.exports.gguf.architectures import ARCHITECTURES, Architecture
+from hf_trainweights.exports.gguf.architectures import Architecture
 from hf_trainweights.files.digests import CONFIG_NAME
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats.base import Format
 from hf_trainweights.imports.conversion import Skeleton, write_tensors
+from hf_trainweights.imports.gguf.architectures import READABLE
 from hf_trainweights.imports.gguf.file import GgufFile
 from hf_trainweights.imports.gguf.places import Slot, places_of
 from hf_trainweights.imports.gguf.settings import GIVE_BASE, architecture_name, config_of
@@ -142,11 +143,11 @@ def _saved_config(folder: Path, file: GgufFile) -> PretrainedConfig | None:
 def _class_of(config: PretrainedConfig, file: GgufFile) -> tuple[type[PreTrainedModel], Architecture]:
     """Return the class of a model and its architecture; ConfigError: the file is of another architecture."""
     name, cls = saved_class(config)
-    architecture = ARCHITECTURES.get(name) if cls is getattr(transformers, name, None) else None
+    architecture = READABLE.get(name) if cls is getattr(transformers, name, None) else None
     found = architecture_name(file)
     if architecture is None or architecture.name != found:
-        classes = ", ".join(each for each, entry in ARCHITECTURES.items() if entry.name == found)
-        expected = f"a class for {found}: {classes}" if classes else f"one of {', '.join(ARCHITECTURES)}"
+        classes = ", ".join(each for each, entry in READABLE.items() if entry.name == found)
+        expected = f"a class for {found}: {classes}" if classes else f"one of {', '.join(READABLE)}"
         raise ConfigError(f"architectures in {CONFIG_NAME}", expected, name, GIVE_BASE)
     return cls, architecture
 
@@ -161,5 +162,6 @@ def _slots(model: PreTrainedModel) -> dict[str, Slot]:
             choice = choices.get(name)
             transposed = choice is not None and choice.transposed and tensor.dim() > 1
             shape = tuple(tensor.mT.shape) if transposed else tuple(tensor.shape)
-            slots[name] = Slot(shape, transposed, choice is not None and choice.format is not None)
+            columns = shape[-1] if len(shape) > 1 and not name.endswith("_bias") else 1
+            slots[name] = Slot(shape, columns, transposed, choice is not None and choice.format is not None)
     return slots

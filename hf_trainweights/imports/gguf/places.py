@@ -27,24 +27,16 @@ class Slot(NamedTuple):
     """A parameter of a model.
 
     Args:
-        shape: Its stored shape, `[*, N, K]` or that of a vector.
+        shape: Its stored shape, `[*, N, K]` or that of a bias.
+        columns: The number of columns of a row. Each number of a bias is a row by itself.
         transposed: Whether the module keeps it as `[*, K, N]`.
         takes_codes: Whether it can be a quantized weight.
     """
 
     shape: tuple[int, ...]
+    columns: int
     transposed: bool
     takes_codes: bool
-
-    @property
-    def lead(self) -> tuple[int, ...]:
-        """The shape without columns. Each number of a vector is a row by itself."""
-        return self.shape[:-1] if len(self.shape) > 1 else self.shape
-
-    @property
-    def columns(self) -> int:
-        """The number of columns of a row."""
-        return self.shape[-1] if len(self.shape) > 1 else 1
 
 
 class Place(NamedTuple):
@@ -121,8 +113,8 @@ def _place(file: GgufFile, name: str, origin: Origin, slot: Slot) -> Place:
         supported = ", ".join((*ALTERNATIVES, *FLOATS))
         next_step = "Take a file of another kind, such as Q4_K_M; or quantize the float model."
         raise UnsupportedError(where, f"one of {supported}", tensor.kind.name, next_step)
-    numbers = torch.arange(torch.Size(slot.lead).numel())
-    rows = origin.take(numbers.view(*slot.lead, 1) if len(slot.shape) > 1 else numbers).flatten()
+    numbers = torch.arange(torch.Size(slot.shape).numel() // slot.columns)
+    rows = origin.take(numbers.view(*slot.shape[:-1], slot.shape[-1] // slot.columns)).flatten()
     return Place(name, tensor, rows, origin.offset, _factors(file, name, slot, len(rows)))
 
 

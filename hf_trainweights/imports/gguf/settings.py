@@ -13,8 +13,9 @@ import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_trainweights.errors import CorruptFileError, UnsupportedError
-from hf_trainweights.exports.gguf.architectures import ARCHITECTURES, Architecture, settings_built_in
+from hf_trainweights.exports.gguf.architectures import Architecture, settings_built_in
 from hf_trainweights.exports.gguf.metadata import llama3_factors
+from hf_trainweights.imports.gguf.architectures import READABLE
 from hf_trainweights.imports.gguf.file import GgufFile
 from hf_trainweights.imports.layouts.base import AGAIN
 from hf_trainweights.models.loading.saved_models import check_config
@@ -57,7 +58,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 def config_of(file: GgufFile) -> PretrainedConfig:
     """Return a configuration whose `architectures` names the class of a file's model.
 
-    UnsupportedError: the architecture is no decoder of `ARCHITECTURES`, or a setting needs config.json.
+    UnsupportedError: the architecture is no decoder of `READABLE`, or a setting needs config.json.
     CorruptFileError: a size is missing or is none.
     """
     return _Settings(file).config()
@@ -117,7 +118,7 @@ class _Settings:
         return config
 
     def _find_class(self) -> tuple[type[PreTrainedModel], Architecture]:
-        decoders = {name: entry for name, entry in ARCHITECTURES.items() if not entry.encoder}
+        decoders = {name: entry for name, entry in READABLE.items() if not entry.encoder}
         names = [name for name, entry in decoders.items() if entry.name == self._name]
         if self._name == "llama":
             names = ["MixtralForCausalLM" if self._number("expert_count") else "LlamaForCausalLM"]
@@ -181,6 +182,9 @@ class _Settings:
             rope["partial_rotary_factor"] = turned / head_size
         kind = self._file.text(f"{self._name}.rope.scaling.type")
         factors = {name: self._file.tensors.get(f"rope_factors_{name}.weight") for name in ("short", "long")}
+        of_class = getattr(self._default, "rope_parameters", None) or {}
+        if kind == of_class.get("rope_type"):
+            rope = {**of_class, **rope}
         if kind in ("linear", "yarn"):
             rope |= {"rope_type": kind, "factor": self._number("rope.scaling.factor")}
         if kind == "yarn":
@@ -194,10 +198,9 @@ class _Settings:
             rope |= {"original_max_position_embeddings": self._number("rope.scaling.original_context_length")}
         elif "rope_freqs.weight" in self._file.tensors:
             rope |= self._llama3(rope["rope_theta"], turned)
-        sliding = getattr(self._default, "rope_parameters", None) or {}
-        if "sliding_attention" not in sliding:
+        if "sliding_attention" not in of_class:
             return rope
-        theta = self._number("rope.freq_base_swa") or sliding["sliding_attention"]["rope_theta"]
+        theta = self._number("rope.freq_base_swa") or of_class["sliding_attention"]["rope_theta"]
         return {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": theta}}
 
     def _llama3(self, theta: float, turned: int) -> dict[str, Any]:

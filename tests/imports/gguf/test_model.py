@@ -12,13 +12,15 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from architectures import randomize
 from covering import by_default
 from exports.gguf_models import MIXED, quantized
 from exports.gguf_models import MODELS as EXPORTED
 from exports.gguf_models import build as build_exported
+from gguf import GGMLQuantizationType as Kind
 from imports.gguf.files import MODELS, Kinds, all_of, mixture, write_gguf
 from tiny_tokenizers import byte_level
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, GptOssForCausalLM, PreTrainedModel
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, export_gguf, import_directory, quantize_, verify_model
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
@@ -154,6 +156,70 @@ def change_kind(file: Path, name: str, kind: str) -> None:
     start += 4 + 8 * dimensions
     data[start : start + 4] = int(gguf.GGMLQuantizationType[kind]).to_bytes(4, "little")
     file.write_bytes(data)
+
+
+def test_experts_whose_gate_and_up_take_turns_come_back(source: Path, out: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_local_experts": 4, "head_dim": 64, "vocab_size": 408}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2, "sliding_window": 128}
+    config = GptOssConfig(num_hidden_layers=2, max_position_embeddings=131072, pad_token_id=None, **sizes, **heads)
+    torch.manual_seed(0)
+    model = GptOssForCausalLM(config).float().eval()
+    randomize(model)
+    source.mkdir()
+    write_gpt_oss(source / "model.gguf", model)
+    import_directory(source, out)
+    ours = GptOssForCausalLM.from_pretrained(out, dtype=torch.float32)
+    assert formats_of(ours)["model.layers.0.mlp.experts.gate_up_proj"] == "table4 g32 e8m0"
+    assert (ours.config.rope_parameters, ours.config.layer_types) == (config.rope_parameters, config.layer_types)
+    assert_same_model(ours, model)
+
+
+def write_gpt_oss(file: Path, model: GptOssForCausalLM) -> None:
+    """Write a file as llama.cpp's converter does, with experts in MXFP4; the model gets the rounded experts."""
+    config, writer = model.config, gguf.GGUFWriter(file, "gpt-oss")
+    calls = {
+        "block_count": 2,
+        "context_length": 131072,
+        "embedding_length": 256,
+        "feed_forward_length": 512,
+        "head_count": 4,
+        "head_count_kv": 2,
+        "key_length": 64,
+        "value_length": 64,
+        "vocab_size": 408,
+        "layer_norm_rms_eps": config.rms_norm_eps,
+        "rope_freq_base": 150000.0,
+        "sliding_window": 128,
+        "expert_count": 4,
+        "expert_used_count": 2,
+        "rope_scaling_factor": 32.0,
+        "rope_scaling_orig_ctx_len": 4096,
+        "rope_scaling_type": gguf.RopeScalingType.YARN,
+        "rope_dimension_count": 64,
+    }
+    for call, value in calls.items():
+        getattr(writer, f"add_{call}")(value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT_OSS, 2)
+    for name, parameter in model.state_dict().items():
+        prefix = name.partition("mlp.experts.")[0].replace("model.layers", "blk")
+        if name.endswith("_proj_bias"):
+            parts = {"gate": parameter[:, 0::2], "up": parameter[:, 1::2]} if "gate" in name else {"down": parameter}
+            for part, values in parts.items():
+                writer.add_tensor(f"{prefix}ffn_{part}_exps.bias", values.contiguous().numpy())
+        elif ".experts." in name:
+            rows = parameter.mT
+            parts = {"gate": rows[:, 0::2], "up": rows[:, 1::2]} if "gate" in name else {"down": rows}
+            for part, values in parts.items():
+                data = gguf.quants.quantize(values.contiguous().numpy(), Kind.MXFP4)
+                writer.add_tensor(f"{prefix}ffn_{part}_exps.weight", data, raw_dtype=Kind.MXFP4)
+                values.copy_(torch.from_numpy(gguf.quants.dequantize(data, Kind.MXFP4)))
+        else:
+            name = f"{name}.weight" if name.endswith("sinks") else name
+            writer.add_tensor(names.get_name(name, (".weight", ".bias")), parameter.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def test_numbers_beside_an_nvfp4_weight_multiply_its_scales(source: Path, out: Path) -> None:

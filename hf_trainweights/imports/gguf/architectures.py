@@ -1,0 +1,15 @@
+"""The architectures whose GGUF files are read: those that are written too, and a few more."""
+
+from __future__ import annotations
+
+import gguf
+
+from hf_trainweights.exports.gguf.architectures import ARCHITECTURES, Architecture
+
+# llama.cpp computes these as Transformers does; nobody has compared what an export of them would compute.
+READABLE = ARCHITECTURES | {
+    "GptOssForCausalLM": Architecture(
+        gguf.MODEL_ARCH.GPT_OSS, slides=True, alternating=True, ropes=("default", "linear", "yarn")
+    ),
+}
+"""The architectures by the class of the model."""
