@@ -63,6 +63,10 @@ def _float_names(name: str, architecture: Architecture, config: PretrainedConfig
         return {f"{owner}.gate_proj.{kind}": partial(part, 0), f"{owner}.up_proj.{kind}": partial(part, 1)}
     if parameter.startswith("down_proj"):
         return {f"{owner}.down_proj.{kind}": all_rows}
+    if parameter == "e_score_correction_bias":
+        return {f"{owner}.gate.e_score_correction.bias": all_rows}
+    if name.endswith(".conv.conv.weight"):
+        return {name: _without_second_dimension}
     if parameter == "sinks":
         return {f"{name}.weight": all_rows}
     projection = owner.rpartition(".")[2]
@@ -85,6 +89,10 @@ def all_rows(tensor: Tensor) -> Tensor:
 
 def _half(number: int, tensor: Tensor) -> Tensor:
     return tensor.chunk(2, dim=1)[number]
+
+
+def _without_second_dimension(tensor: Tensor) -> Tensor:
+    return tensor[:, 0]
 
 
 def _every_second(number: int, tensor: Tensor) -> Tensor:

@@ -11,5 +11,8 @@ READABLE = ARCHITECTURES | {
     "GptOssForCausalLM": Architecture(
         gguf.MODEL_ARCH.GPT_OSS, slides=True, alternating=True, ropes=("default", "linear", "yarn")
     ),
+    "Lfm2ForCausalLM": Architecture(gguf.MODEL_ARCH.LFM2),
+    "MiniMaxM2ForCausalLM": Architecture(gguf.MODEL_ARCH.MINIMAXM2, partly_rotary=True),
+    "NemotronForCausalLM": Architecture(gguf.MODEL_ARCH.NEMOTRON, partly_rotary=True, norm_offset=1.0),
 }
 """The architectures by the class of the model."""

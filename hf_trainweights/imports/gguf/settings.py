@@ -29,12 +29,13 @@ _SETTINGS = {
     "feed_forward_length": ("intermediate_size", "ffn_hidden_size", "n_inner"),
     "attention.head_count": ("num_attention_heads",),
     "attention.head_count_kv": ("num_key_value_heads", "num_kv_heads"),
-    "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
-    "attention.layer_norm_epsilon": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),
+    "attention.layer_norm_epsilon": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "final_logit_softcapping": ("final_logit_softcapping",),
     "expert_count": ("num_local_experts", "num_experts"),
     "expert_used_count": ("num_experts_per_tok",),
+    "shortconv.l_cache": ("conv_L_cache",),
 }
 _REQUIRED = ("block_count", "attention.head_count")
 # Tensors, the dimension to look at, and the names of the setting that this size is.
@@ -141,7 +142,8 @@ class _Settings:
         value: Any = self._file.metadata.get(f"{self._name}.{key}")
         where = f"{self._file.path}: {self._name}.{key}"
         if hasattr(value, "tolist"):
-            numbers = dict.fromkeys(value.tolist()) if len(value) else {}
+            # Layers of another kind have 0.
+            numbers = dict.fromkeys(number for number in value.tolist() if number)
             if len(numbers) > 1:
                 raise UnsupportedError(where, "one number for all layers", f"{list(numbers)[:3]}", GIVE_BASE)
             value = next(iter(numbers), None)
@@ -153,8 +155,9 @@ class _Settings:
 
     def _head_size(self, settings: dict[str, Any]) -> int:
         """Return the number of rows of a head; CorruptFileError: the heads do not divide the rows."""
-        heads, queries = self._get(settings, "num_attention_heads"), self._file.tensors.get("blk.0.attn_q.weight")
-        rows = queries.shape[0] if queries is not None else self._get(settings, "hidden_size")
+        heads = self._get(settings, "num_attention_heads")
+        queries = (tensor for name, tensor in self._file.tensors.items() if name.endswith(".attn_q.weight"))
+        rows = next((tensor.shape[0] for tensor in queries), self._get(settings, "hidden_size"))
         if not heads or not rows or rows % heads:
             raise CorruptFileError(str(self._file.path), "heads of as many rows each", f"{heads} of {rows} rows", AGAIN)
         return rows // heads
@@ -170,6 +173,10 @@ class _Settings:
                 kinds = ("full_attention", "sliding_attention")
                 settings["layer_types"] = [kinds[bool(slides)] for slides in pattern.tolist()]
         self._set(settings, ("use_parallel_residual",), "blk.0.ffn_norm.weight" not in tensors)
+        if hasattr(self._default, "conv_L_cache"):
+            heads: Any = self._file.metadata.get(f"{self._name}.attention.head_count_kv")
+            settings["layer_types"] = ["full_attention" if number else "conv" for number in heads.tolist()]
+            settings["block_auto_adjust_ff_dim"] = False
         if hasattr(self._default, "new_decoder_architecture"):
             settings["new_decoder_architecture"] = "blk.0.attn_norm_2.weight" in tensors
             settings["multi_query"] = settings.get("num_kv_heads") == 1

@@ -30,6 +30,17 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", "qwen3", {**SMALL, "head_dim": 128}),
     "gemma2": ("Gemma2ForCausalLM", "gemma2", {**SMALL, "head_dim": 256, "tie_word_embeddings": True}),
     "qwen3_moe": ("Qwen3MoeForCausalLM", "qwen3moe", {**SMALL, **EXPERTS, "head_dim": 64}),
+    "nemotron": ("NemotronForCausalLM", "nemotron", {**SMALL, "norm_eps": 1e-5}),
+    "minimax_m2": (
+        "MiniMaxM2ForCausalLM",
+        "minimax-m2",
+        {**SMALL, "head_dim": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "lfm2": (
+        "Lfm2ForCausalLM",
+        "lfm2",
+        {**SMALL, "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    ),
 }
 # Where a block has float16 numbers, the first of which are scales.
 _HALVES = {
@@ -68,7 +79,8 @@ def blocks(kind: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
 
 def all_of(kind: str) -> Kinds:
     """Return the function that gives each matrix but a router the same kind."""
-    return lambda name: None if "norm" in name or "ffn_gate_inp" in name or name.endswith(".bias") else kind
+    float_parts = ("norm", "ffn_gate_inp", ".bias", "shortconv.conv")
+    return lambda name: None if any(part in name for part in float_parts) else kind
 
 
 def mixture(name: str) -> str | None:
@@ -123,10 +135,16 @@ def write_gguf(
         "feed_forward_length": config.intermediate_size,
         "head_count": config.num_attention_heads,
         "head_count_kv": config.num_key_value_heads,
-        "layer_norm_rms_eps": config.rms_norm_eps,
+        "layer_norm_rms_eps": getattr(config, "rms_norm_eps", 1e-5),
         "vocab_size": config.vocab_size,
         "rope_freq_base": 10000.0,
     }
+    if name in ("nemotron", "minimax_m2"):
+        calls["rope_dimension_count"] = 32
+    if name == "minimax_m2":
+        calls |= {"expert_count": 4, "expert_used_count": 2}
+    if name == "lfm2":
+        calls |= {"head_count_kv": [0, 2], "shortconv_l_cache": 3}
     if name.startswith("llama"):
         calls["rope_dimension_count"] = config.hidden_size // config.num_attention_heads
     else:
@@ -138,7 +156,7 @@ def write_gguf(
     for call, value in {**calls, **(metadata or {})}.items():
         getattr(writer, f"add_{call}")(value)
     _add_tokenizer(writer, config.vocab_size)
-    for number, (tensor_name, values) in enumerate(expected_tensors(model).items()):
+    for number, (tensor_name, values) in enumerate(_tensors(model, name).items()):
         kind = kinds(tensor_name)
         if kind is None:
             writer.add_tensor(tensor_name, change(tensor_name, values).contiguous().numpy())
@@ -151,6 +169,26 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return model
+
+
+def _tensors(model: PreTrainedModel, name: str) -> dict[str, torch.Tensor]:
+    """Return tensors of the names and shapes of a file."""
+    if name not in ("nemotron", "minimax_m2", "lfm2"):
+        return expected_tensors(model)
+    number = next(each for each, written in gguf.MODEL_ARCH_NAMES.items() if written == MODELS[name][1])
+    names, tensors = gguf.get_tensor_name_map(number, model.config.num_hidden_layers), {}
+    for key, values in model.state_dict().items():
+        if key == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        stem = key.replace("e_score_correction_bias", "gate.e_score_correction.bias")
+        parts = {stem: values[:, 0] if "conv.conv" in key else values}
+        if key.endswith("gate_up_proj"):
+            halves = zip(("gate_proj.weight", "up_proj.weight"), values.chunk(2, dim=1), strict=True)
+            parts = {key.replace("gate_up_proj", part): half for part, half in halves}
+        elif key.endswith("experts.down_proj"):
+            parts = {f"{key}.weight": values}
+        tensors |= {names.get_name(part, (".weight", ".bias")): half for part, half in parts.items()}
+    return tensors
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, vocabulary: int) -> None:
