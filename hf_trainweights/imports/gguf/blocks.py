@@ -7,8 +7,8 @@ order.
 |---|---|---|---|
 | Q8_0 | `int8` in groups of 32 | Q4_0 | `int4` in groups of 32 |
 | Q4_1, Q5_1 | `affine` with a bias | Q5_0 | `affine` of 5 bits |
-| Q2_K, Q3_K, Q4_K, Q5_K, Q6_K | `affine` with the scales k2, k3, k4, k4, k6 | TQ2_0 | `affine` of 2 bits |
-| IQ4_NL, IQ4_XS, MXFP4, NVFP4 | `table4` | | |
+| Q2_K, Q3_K, Q4_K, Q5_K, Q6_K | `affine` with the scales k2, k3, k4, k4, k6 | TQ1_0, TQ2_0 | `affine` of 2 bits |
+| IQ4_NL, IQ4_XS, MXFP4, NVFP4 | `table4` | IQ3_S, IQ3_XXS | `table4`, see `lattices` |
 
 Tensors of different kinds may be parts of one weight, such as gate and up of an expert. `ALTERNATIVES` has the wider
 formats that hold the codes of a kind too.
@@ -32,6 +32,7 @@ from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.packing import pack_int4
 from hf_trainweights.formats.planes import pack_planes
 from hf_trainweights.formats.table4 import Table4
+from hf_trainweights.imports.gguf.lattices import IQ3_S_VALUES, IQ3_XXS_VALUES, decode_iq3_s, decode_iq3_xxs
 from hf_trainweights.imports.layouts.base import AGAIN
 
 # The values of GGUF's four-bit codes. MXFP4 and NVFP4 have no negative zero here.
@@ -120,6 +121,17 @@ def _tq2_0_codes(blocks: Tensor) -> Tensor:
     if bool((codes == 3).any()):
         raise CorruptFileError("TQ2_0", "codes of 0, 1 and 2", "3", AGAIN)
     return codes + 1
+
+
+def _tq1_0_codes(blocks: Tensor) -> Tensor:
+    """Return codes of 1 to 3 as `_tq2_0_codes` does: a byte has five digits of base 3, or four in the last bytes."""
+    powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8).unsqueeze(-1)
+    digits = [
+        (blocks[..., start : start + size].unsqueeze(-2) * powers[:count]).flatten(-2)
+        for start, size, count in ((0, 32, 5), (32, 16, 5), (48, 4, 4))
+    ]
+    # The products keep the lowest eight bits. A digit is the part of them before the point, if a byte is a fraction.
+    return (torch.cat(digits, dim=-1).short() * 3 >> 8).to(torch.uint8) + 1
 
 
 # Decoders: functions from blocks to stored tensors.
@@ -218,11 +230,14 @@ ALTERNATIVES: dict[str, tuple[Blocks, ...]] = {
     ),
     "Q5_K": (Blocks(Affine(5, 32, "k4", "none"), _superblock(_q5_k_codes, 5, *_SCALES_K4)),),
     "Q6_K": (Blocks(Affine(6, 16, "k6", "none"), _superblock(_q6_k_codes, 6, (208, 1), (192, 16))),),
+    "TQ1_0": (Blocks(Affine(2, 256, "plain", "none"), _plain(_tq1_0_codes, 2, scale_start=52)),),
     "TQ2_0": (Blocks(Affine(2, 256, "plain", "none"), _plain(_tq2_0_codes, 2, scale_start=64)),),
     "IQ4_NL": (_table4(32, "plain", _IQ4, _plain(_NIBBLES, 4)), Blocks(Int8(32), _in_int8(_NIBBLES, _IQ4))),
     "IQ4_XS": (
         _table4(32, "iq4_xs", _IQ4, _superblock(lambda blocks: _runs(blocks[..., 8:], 16, 4), 4, (0, 1), (2, 6))),
     ),
+    "IQ3_S": (_table4(32, "iq4_xs", IQ3_S_VALUES, decode_iq3_s),),
+    "IQ3_XXS": (_table4(32, "iq4_xs", IQ3_XXS_VALUES, decode_iq3_xxs),),
     "MXFP4": (_table4(32, "e8m0", _E2M1, _mxfp4),),
     "NVFP4": (_table4(16, "e4m3", _E2M1, _nvfp4),),
 }

@@ -55,6 +55,12 @@ _HALVES = {
     "NVFP4": (),
 }
 
+
+def halves_of(kind: str) -> tuple[int, ...]:
+    """Return where a block has float16 numbers."""
+    return _HALVES[kind]
+
+
 # Which kind a tensor of the file gets, by its name; None for float32.
 Kinds = Callable[[str], str | None]
 
