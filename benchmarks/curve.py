@@ -32,6 +32,7 @@ from benchmarks.quality import linear_snr_db
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, dequantize_, quantize_
 from hf_trainweights.models.budget.allocation import allocate
 from hf_trainweights.models.budget.measure import measure_in_memory
+from hf_trainweights.models.choosing.selection import choose
 from hf_trainweights.models.choosing.summary import Choice
 from hf_trainweights.tensor.stored_names import flatten_weight
 
@@ -85,8 +86,9 @@ def by_size_alone(bits: float) -> Method:
 
     def method(subject: Subject, model: PreTrainedModel) -> float:
         config = TrainWeightsConfig(bits=bits)
-        losses, _ = measure_in_memory(model, config, [])
-        return _quantize(model, allocate(model, config, losses, {}))
+        choices = choose(model, config)
+        losses, _ = measure_in_memory(choices, [])
+        return _quantize(model, allocate(choices, losses, {}).config)
 
     return method
 

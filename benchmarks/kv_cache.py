@@ -2,8 +2,10 @@
 
 `python -m benchmarks.kv_cache` takes about 20 minutes on a machine that does nothing else, and writes
 `benchmarks/results/kv_cache.json` after each row; then `python -m benchmarks.tables` writes the tables of
-docs/kv_cache.md. `--only errors` or `speed` measures one half again. Caches are filled with random keys and values, so
-no prompt has to be processed; the weights are random and int4. Peers that are not installed are left out.
+docs/kv_cache.md and docs/measured/thresholds.md. `--only errors`, `speed` or `rows` measures one part again. Caches are
+filled with random keys and values, so no prompt has to be processed; the weights are random and int4. Peers that are
+not installed are left out. `ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2` before
+`--only rows` shows the rows of a CPU without AVX512.
 """
 
 from __future__ import annotations
@@ -11,11 +13,14 @@ from __future__ import annotations
 import argparse
 import datetime
 import inspect
+import itertools
 import json
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +33,12 @@ from transformers import AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausa
 
 from benchmarks.machine import commit, cpu_flags, cpu_name, versions
 from benchmarks.minilm import MODEL, minilm
-from hf_trainweights import KVCache, TrainWeightsConfig, quantize_
+from hf_trainweights import KVCache, TrainWeightsConfig, export_gguf, quantize_
 from hf_trainweights.cache.stores import IntegerStore
+from hf_trainweights.kernels.attention import attend
 
 RESULTS = Path(__file__).parent / "results" / "kv_cache.json"
+LIMIT = os.environ.get("ONEDNN_MAX_CPU_ISA")
 MODELS: dict[str, dict[str, int]] = {
     "0.5B": {
         "hidden_size": 896,
@@ -69,7 +76,12 @@ CACHES: dict[str, Callable[[LlamaConfig, int], Any]] = {
     "KVCache int4": lambda config, tokens: KVCache(config, "int4"),
     "quanto, 4 bits": lambda config, tokens: quantized("quanto", 4, config, tokens),
     "hqq, 8 bits": lambda config, tokens: quantized("hqq", 8, config, tokens),
+    "fp8": lambda config, tokens: QuantizedCache("fp8", config),
 }
+# llama.cpp's caches: the type of keys and values, and whether it attends block by block.
+LLAMA_CPP = {"llama.cpp f16": ("F16", 0), "llama.cpp f16, flash": ("F16", 1), "llama.cpp q8_0, flash": ("Q8_0", 1)}
+# Its cache is filled by processing tokens, which takes the square of their number.
+MOST_TOKENS_OF_LLAMA_CPP = 8192
 
 
 def llama(name: str) -> LlamaForCausalLM:
@@ -81,8 +93,9 @@ def llama(name: str) -> LlamaForCausalLM:
         model = LlamaForCausalLM(config).eval()
     finally:
         torch.set_default_dtype(torch.float32)
-    quantize_(model, TrainWeightsConfig("int4", group_size=32, include_embeddings=True))
-    return model
+    # Scales in float16 are those of llama.cpp's Q4_0.
+    quantize_(model.half(), TrainWeightsConfig("int4", group_size=32, include_embeddings=True))
+    return model.bfloat16()
 
 
 def fill(cache: Any, config: LlamaConfig, tokens: int) -> None:
@@ -120,8 +133,11 @@ def speed(failures: dict[str, str]) -> Iterator[dict[str, Any]]:
                 except (ImportError, ValueError, RuntimeError) as error:
                     filled.pop(cache_name, None)
                     failures[f"{name}, {tokens} tokens, {cache_name}"] = f"{type(error).__name__}: {error}"[:200]
-            rounds = [{key: step(model, cache) for key, cache in filled.items()} for _ in range(ROUNDS)]
-            for key, cache in filled.items():
+            peers = llama_cpp_steps(model, tokens, failures)
+            steps = {key: partial(step, model, cache) for key, cache in filled.items()} | peers
+            rounds = [{key: take() for key, take in steps.items()} for _ in range(ROUNDS)]
+            for key in steps:
+                cache = filled.get(key)
                 ratios = [each[BASELINE] / each[key] for each in rounds]
                 yield {
                     "model": name,
@@ -131,7 +147,7 @@ def speed(failures: dict[str, str]) -> Iterator[dict[str, Any]]:
                     "speedup": statistics.median(ratios),
                     "lowest": min(ratios),
                     "highest": max(ratios),
-                    "bytes": bytes_of(cache),
+                    "bytes": None if cache is None else bytes_of(cache),
                 }
 
 
@@ -139,6 +155,36 @@ def step(model: nn.Module, cache: Any) -> float:
     """Return the CPU seconds of one token."""
     start = time.thread_time()
     model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
+    return time.thread_time() - start
+
+
+def llama_cpp_steps(model: LlamaForCausalLM, tokens: int, failures: dict[str, str]) -> dict[str, Callable[[], float]]:
+    """Fill llama.cpp's caches with so many tokens, and return functions that take a step with each."""
+    if tokens > MOST_TOKENS_OF_LLAMA_CPP:
+        return {}
+    try:
+        from benchmarks.llama_cpp_runs import LlamaCpp
+        from tests.tiny_tokenizers import byte_level
+    except ImportError as error:
+        failures["llama.cpp"] = str(error)
+        return {}
+    steps: dict[str, Callable[[], float]] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        export_gguf(model, Path(directory) / "model.gguf", byte_level())
+        for name, (kind, flash) in LLAMA_CPP.items():
+            code = {"F16": 1, "Q8_0": 8}[kind]
+            options = {"type_k": code, "type_v": code, "flash_attn_type": flash}
+            program = LlamaCpp(Path(directory) / "model.gguf", 1, tokens=tokens + 256, **options)
+            for start in range(0, tokens, 256):
+                program.decode([(start + index, 0) for index in range(256)], last_only=True)
+            steps[name] = partial(_llama_cpp_step, program, itertools.count(tokens))
+            steps[name]()
+    return steps
+
+
+def _llama_cpp_step(program: Any, positions: Iterator[int]) -> float:
+    start = time.thread_time()
+    program.decode([(next(positions), 0)], last_only=False)
     return time.thread_time() - start
 
 
@@ -202,7 +248,49 @@ def attention_error(query: Tensor, key: Tensor, value: Tensor, scheme: str, fact
     return (error.norm() / exact.norm()).item()
 
 
-PARTS: dict[str, Callable[[dict[str, str]], Iterator[dict[str, Any]]]] = {"errors": errors, "speed": speed}
+# Heads of keys, query heads for each, columns, tokens, bits of the codes.
+SHAPES = ((2, 7, 64, 8192, 8), (8, 4, 64, 8192, 8), (8, 1, 128, 4096, 8), (8, 4, 128, 4096, 4))
+ROWS = (8, 16, 32, 64, 128, 256)
+
+
+@torch.inference_mode()
+def rows(failures: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """Yield for each shape and number of tokens at once how many times as fast codes are as dequantizing and SDPA."""
+    torch.set_num_threads(1)
+    for heads, shared, columns, tokens, bits in SHAPES:
+        states = torch.randn(2, 1, heads, tokens, columns).bfloat16()
+        counted = torch.ones(1, tokens, dtype=torch.bool)
+        keys, values = (IntegerStore.of(x, bits, side == 0, counted) for side, x in enumerate(states))
+        for count in ROWS:
+            query = torch.randn(1, heads * shared, count, columns).bfloat16()
+            mask = torch.ones(1, 1, count, tokens, dtype=torch.bool).tril(tokens - count)
+            ways = (partial(by_codes, query, keys, values, mask), partial(by_floats, query, keys, values, mask))
+            rounds = [[_seconds(way) for way in ways] for _ in range(ROUNDS)]
+            ratio = statistics.median(floats / codes for codes, floats in rounds)
+            sizes = {"heads": heads, "shared": shared, "columns": columns, "tokens": tokens, "bits": bits}
+            yield {**sizes, "rows": count, "rows_of_head": shared * count, "speedup": ratio}
+
+
+def by_codes(query: Tensor, keys: IntegerStore, values: IntegerStore, mask: Tensor) -> Tensor | None:
+    return attend(query, keys.stored, values.stored, slice(0, keys.length), query.shape[-1] ** -0.5, mask)
+
+
+def by_floats(query: Tensor, keys: IntegerStore, values: IntegerStore, mask: Tensor) -> Tensor:
+    dense = keys.load(0, query.dtype), values.load(0, query.dtype)
+    return F.scaled_dot_product_attention(query, *dense, mask, enable_gqa=True)
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    start = time.thread_time()
+    call()
+    return time.thread_time() - start
+
+
+PARTS: dict[str, Callable[[dict[str, str]], Iterator[dict[str, Any]]]] = {
+    "errors": errors,
+    "speed": speed,
+    "rows": rows,
+}
 
 
 def main() -> None:
@@ -213,13 +301,13 @@ def main() -> None:
     for part in options.only:
         machine = {"cpu": cpu_name(), "flags": cpu_flags(), "load": os.getloadavg()[0]}
         date = str(datetime.date.today())
-        facts = {"machine": machine, "versions": versions("hqq"), "commit": commit(), "date": date}
+        facts = {"machine": machine, "versions": versions("hqq", "llama_cpp_python"), "commit": commit(), "date": date}
         failures: dict[str, str] = {}
-        rows: list[dict[str, Any]] = []
+        measured: list[dict[str, Any]] = []
         for row in PARTS[part](failures):
-            rows.append(row)
+            measured.append(row)
             print(row, flush=True)
-            report[part] = {**facts, "rows": rows, "failures": failures}
+            report[f"{part}, {LIMIT}" if LIMIT else part] = {**facts, "rows": measured, "failures": failures}
             RESULTS.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

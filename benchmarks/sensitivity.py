@@ -19,6 +19,7 @@ from benchmarks.curve_models import DemoLlama, MiniLM, Subject
 from hf_trainweights import TrainWeightsConfig
 from hf_trainweights.models.budget.allocation import weights_to_allocate
 from hf_trainweights.models.budget.sensitivity import random_tokens, sensitivities
+from hf_trainweights.models.choosing.selection import choose
 
 RESULTS = Path(__file__).parent / "results" / "sensitivity.json"
 NOISE, DRAWS = 0.02, 2
@@ -53,7 +54,7 @@ def gains(subject: Subject) -> dict[str, float]:
     """Return the gain of each way to tell what matters."""
     model = subject.reference
     config = TrainWeightsConfig(bits=4.0)
-    weights = weights_to_allocate(model, config)
+    weights = weights_to_allocate(choose(model, config))
     true = changes_by_noise(subject)
     sizes = {each.name: each.numel for each in weights}
     ways = {

@@ -210,7 +210,8 @@ def export_formats() -> str:
         others = [name for name in formats if name not in held]
         rows.append([column, "; ".join(held) if others else "every format", "; ".join(others)])
     caption = (
-        "From the runs of [every format](choosing.md#what-each-format-can-do); `bits=4.5` is a budget of a mixture."
+        "From the runs of [every format](measured/formats.md#what-each-format-can-do); `bits=4.5` is a budget of a"
+        " mixture."
     )
     return f"{table(['export', 'holds', 'refuses'], rows)}\n\n{caption}"
 
@@ -653,6 +654,48 @@ def kv_cache_speed() -> str:
     return f"{table(header, rows)}\n\n{caption}"
 
 
+def beside_llama_cpp() -> str:
+    """Make the table of whole generation beside llama.cpp: milliseconds, and how many times as fast as its best."""
+    report = read("beside_llama_cpp")
+    columns = [(program, phase) for program, phases in _LLAMA_CPP_COLUMNS for phase in phases]
+    found = {(row["model"], row["format"], row["threads"], row["program"], row["phase"]): row for row in report["rows"]}
+    rows = []
+    for model, format_name, threads in dict.fromkeys(key[:3] for key in found):
+        cells = [found.get((model, format_name, threads, *column)) for column in columns]
+        times = ["" if row is None else f"{1e3 * row['seconds']:.0f} ({row['ratio']:.2f})" for row in cells]
+        rows.append([f"{model}, {format_name}, {threads} thread{'s' * (threads > 1)}", *times])
+    header = ["model", *(f"{_LLAMA_CPP_PHASES[phase]}, {program}" for program, phase in columns)]
+    machine = report["machine"]
+    caption = (
+        "Milliseconds, and in brackets how many times as fast as llama.cpp's faster way of holding weights, in the same"
+        f" round; medians of five rounds. {machine['cpu']}; llama-cpp-python {report['versions']['llama_cpp_python']}, "
+        f"torch {report['versions']['torch']}, transformers {report['versions']['transformers']}; {report['date']}, "
+        f"commit {report['commit'][:8]}."
+    )
+    return f"{table(header, rows)}\n\n{caption}"
+
+
+_LLAMA_CPP_COLUMNS = (("eager", ("prompt", "token", "batch")), ("compiled", ("token",)))
+_LLAMA_CPP_PHASES = {"prompt": "a prompt of 256", "token": "a token", "batch": "a token of four texts"}
+
+
+def kv_cache_rows() -> str:
+    """Make the table of many tokens at once: how many times as fast codes are as dequantizing and SDPA."""
+    report = read("kv_cache")
+    part, limited = report["rows"], report["rows, AVX2"]
+    counts = sorted({row["rows"] for row in part["rows"]})
+    sizes = ("heads", "shared", "columns", "tokens", "bits")
+    rows = []
+    for label, measured in (("AVX512_VNNI", part["rows"]), ("AVX2", limited["rows"])):
+        found = {(*(row[size] for size in sizes), row["rows"]): row["speedup"] for row in measured}
+        for shape in dict.fromkeys(key[:-1] for key in found):
+            heads, shared, columns, tokens, bits = shape
+            cells = [f"{found[(*shape, count)]:.1f}" for count in counts]
+            rows.append([f"{label}: {heads} x {shared} heads of {columns}, {tokens} tokens, {bits} bits", *cells])
+    caption = f"bfloat16, one thread, medians of five rounds. {part['machine']['cpu']}; {part['date']}."
+    return f"{table(['tokens at once', *map(str, counts)], rows)}\n\n{caption}"
+
+
 def kv_cache_errors() -> str:
     """Make the table of the error of attention for each kind of cache."""
     part = read("kv_cache")["errors"]
@@ -668,8 +711,10 @@ def architectures(make: Callable[[dict[str, Any]], str]) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "beside-llama-cpp": beside_llama_cpp,
     "kv-cache-speed": kv_cache_speed,
     "kv-cache-errors": kv_cache_errors,
+    "kv-cache-rows": kv_cache_rows,
     "architectures": partial(architectures, every_architecture.outcomes),
     "architectures-wrong": partial(architectures, every_architecture.wrong),
     "architectures-refused": partial(architectures, every_architecture.refused),

@@ -30,6 +30,11 @@ class Ternary(Format):
         """Say what shape of weight the stored codes are of."""
         return (*qdata.shape[:-1], qdata.shape[-1] * 4)
 
+    @property
+    def column_step(self) -> int:
+        """Cut columns a byte at a time."""
+        return 4
+
     def fallback(self, shape: Sequence[int]) -> Format:
         """Leave rows that do not fill their last byte to int8."""
         return self if shape[-1] % 4 == 0 else FORMATS["int8"]()

@@ -103,10 +103,10 @@ class TrainWeightsDiffusersQuantizer(DiffusersQuantizer):
     def _process_model_before_weight_loading(self, model: Any, keep_in_fp32_modules: Any = (), **kwargs: Any) -> None:
         config = self.quantization_config
         self._skip = list(keep_in_fp32_modules)
-        summary = choose(model, config, self._skip)
+        choices = choose(model, config, self._skip)
         if not self.pre_quantized:
-            check_choice(model, summary, config)
-        self._choices = {choice.name: choice for choice in summary.quantized}
+            check_choice(choices)
+        self._choices = {choice.name: choice for choice in choices.summary.quantized}
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
         model.config.quantization_config = config
 

@@ -1,4 +1,4 @@
-"""What several test files measure with: signal-to-noise, rounding done independently of torch, stored scales."""
+"""Measures that several test files share: signal-to-noise, errors of products, stored scales."""
 
 from __future__ import annotations
 
@@ -69,23 +69,6 @@ def assert_close_products(
             assert_close_product(multiply(x, added), dense, exact)
 
 
-def round_once(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round float64 values to `dtype` in one step; torch goes through float32 on the way to 16 bits."""
-    values = exact.double().numpy()
-    if dtype is torch.float64:
-        return exact
-    if dtype is torch.float16:
-        return torch.from_numpy(values.astype(np.float16))
-    rounded = values.astype(np.float32)
-    if dtype is torch.float32:
-        return torch.from_numpy(rounded)
-    # Towards zero, the last bit set where anything was cut off: a second rounding then sees every tie as it is.
-    bits = rounded.view(np.uint32)
-    bits -= np.abs(rounded.astype(np.float64)) > np.abs(values)
-    bits |= rounded.astype(np.float64) != values
-    return torch.from_numpy(rounded).to(dtype)
-
-
 def stored_scale(amax: float, divisor: float, largest: float, dtype: torch.dtype) -> float:
     """Return the scale that `docs/format.md` prescribes for a group, one step after the other.
 
@@ -104,8 +87,3 @@ def stored_scale(amax: float, divisor: float, largest: float, dtype: torch.dtype
     if dtype is torch.float16 and stored * 257 / 256 < wanted:
         stored = float(np.nextafter(np.float16(stored), np.float16(np.inf)))
     return stored
-
-
-def stored_bits(tensor: Tensor) -> list[int]:
-    """Return the bytes of a tensor, so that zeros of either sign and NaN compare as what they are."""
-    return tensor.contiguous().flatten().view(torch.uint8).tolist()

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 ROOMS = (
     "errors",  # what goes wrong
     "lazy",  # names that are imported when they are asked for
+    "notebook",  # tables as HTML
     "native_library",  # functions in C, where they were compiled
     "formats",  # a float weight as plain tensors, and back
     "files",  # bytes on disk
@@ -33,6 +34,7 @@ ROOMS = (
     "checkpoint",  # training state
     "inspection",  # what lies on disk
     "report",  # pictures of a model or a run
+    "testing",  # contracts of formats and codecs, for tests alone
 )
 # Likewise the rooms of `models`, and below them the modules beside them: the doors, which import any.
 MODEL_ROOMS = (
@@ -207,6 +209,10 @@ def test_private_names_of_transformers_are_used_by_the_host_alone() -> None:
         names |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
         private = {origin for origin in origins if room(origin) == "transformers"} - PUBLIC_TRANSFORMERS
         assert private | names & PRIVATE_ATTRIBUTES == set(), module
+
+
+def test_pytest_is_imported_by_the_contracts_alone() -> None:
+    assert {room(module) for module in SOURCES for name, _ in imports(module) if room(name) == "pytest"} == {"testing"}
 
 
 def test_triton_is_imported_when_its_kernels_are_first_used() -> None:

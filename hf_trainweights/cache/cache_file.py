@@ -5,7 +5,8 @@ The tensors of layer 3 of self-attention are called `self.3.keys.codes`, `self.3
 of the metadata is a JSON object: `version` (1), `kinds` of keys and values, and a list of layers called `self`, and one
 called `cross` where there is cross-attention. A layer has its `batch`, `heads`, `columns` of keys and of values, the
 `length` that is stored, the tokens `dropped` before a window and the model's `dtype`; one without tokens is null. Codes
-lie in the order of `hf_trainweights/kernels/native/attention.c`.
+lie in the order of `hf_trainweights/kernels/native/attention.c`. A layer that Transformers keeps itself, such as linear
+attention, has its `class` and `attributes` (`own_states`).
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hf_trainweights.cache.layers import BITS, KVLayer
+from hf_trainweights.cache.own_states import decode_state, encode_state
 from hf_trainweights.cache.stores import FloatStore, IntegerStore, Store
-from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
+from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.safetensors_file import TensorToWrite, read_safetensors_header, write_safetensors
 from hf_trainweights.files.staging import staged_files
 from hf_trainweights.kernels.tokens import BLOCK_TOKENS, TokenFormat
@@ -41,19 +43,17 @@ def write_cache(path: str | os.PathLike[str], caches: Layers, kinds: tuple[str, 
     """Write the layers of a cache. An older file stays intact until the new one is.
 
     ConfigError: the file's name does not end in `.safetensors`, or a model's dtype is no float of 16 or 32 bits.
-    UnsupportedError: a layer keeps other states than keys and values. SaveError: the file cannot be written.
+    UnsupportedError: a layer of Transformers keeps a state that a file cannot hold. SaveError: the file cannot be
+    written.
     """
     path = _checked(path)
-    described = {name: [_description(index, layer) for index, layer in enumerate(of)] for name, of in caches.items()}
-    tensors = {
-        f"{name}.{index}.{side}.{tensor_name}": TensorToWrite.of(tensor)
-        for name, layers in caches.items()
-        for index, layer in enumerate(layers)
-        if isinstance(layer, KVLayer)
-        for side, store in zip(_SIDES, layer.stores, strict=False)
-        for tensor_name, tensor in store.tensors().items()
-    }
-    content = {"version": _VERSION, "kinds": kinds, **described}
+    content: dict[str, Any] = {"version": _VERSION, "kinds": kinds}
+    tensors: dict[str, TensorToWrite] = {}
+    for name, layers in caches.items():
+        described = [_describe(f"{name}.{index}", layer) for index, layer in enumerate(layers)]
+        content[name] = [description for description, _ in described]
+        for _, stored in described:
+            tensors |= {key: TensorToWrite.of(tensor) for key, tensor in stored.items()}
     with staged_files(path.parent, lambda _: False) as staged:
         write_safetensors(staged.path / path.name, tensors, {_ENTRY: json.dumps(content), "format": "pt"})
 
@@ -65,21 +65,25 @@ def _checked(path: str | os.PathLike[str]) -> Path:
     return path
 
 
-def _description(index: int, layer: Any) -> dict[str, Any] | None:
+def _describe(name: str, layer: Any) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
+    """Return the description of a layer, and its tensors by their names in the file."""
     if not isinstance(layer, KVLayer):
-        if type(layer).__name__ == "DummyLayer":  # a layer without a cache of its own
-            return None
-        next_step = "Process the prompt again where the cache is needed."
-        raise UnsupportedError(f"layer {index}", "a layer of keys and values", type(layer).__name__, next_step)
+        # A DummyLayer has no cache of its own.
+        return (None, {}) if type(layer).__name__ == "DummyLayer" else encode_state(name, layer)
     if not layer.stores:
-        return None
+        return None, {}
     dtype = str(layer.dtype).removeprefix("torch.")
     if dtype not in _DTYPES:
-        raise ConfigError(f"layer {index}", f"a model of {', '.join(_DTYPES)}", dtype, "Use one of these dtypes.")
+        raise ConfigError(f"layer {name}", f"a model of {', '.join(_DTYPES)}", dtype, "Use one of these dtypes.")
     batch, heads, _ = layer.stores[0].shape
     columns = [store.shape[2] for store in layer.stores]
     sizes = {"batch": batch, "heads": heads, "columns": columns, "length": layer.length, "dropped": layer.dropped}
-    return {**sizes, "dtype": dtype}
+    tensors = {
+        f"{name}.{side}.{key}": tensor
+        for side, store in zip(_SIDES, layer.stores, strict=True)
+        for key, tensor in store.tensors().items()
+    }
+    return {**sizes, "dtype": dtype}, tensors
 
 
 class CacheFile:
@@ -93,8 +97,11 @@ class CacheFile:
         if not self.path.exists():
             raise ConfigError(str(path), "a file of KVCache.save", "nothing there", "Check the path.")
         self._header = read_safetensors_header(self.path)
-        with safe_open(self.path, framework="pt") as file:
-            text = (file.metadata() or {}).get(_ENTRY)
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                text = (file.metadata() or {}).get(_ENTRY)
+        except SafetensorError as error:
+            raise self._corrupt("a safetensors file", str(error)) from error
         try:
             content = json.loads(text or "")
         except (ValueError, RecursionError) as error:
@@ -132,9 +139,17 @@ class CacheFile:
         return rows
 
     def _fill_layer(self, name: str, layer: Any, sizes: Any, file: Any) -> None:
-        if not isinstance(layer, KVLayer):
+        is_own = isinstance(layer, KVLayer)
+        if is_own == (type(sizes) is dict and "class" in sizes):
+            expected, stored = (
+                type(layer).__name__,
+                sizes.get("class", "keys and values") if type(sizes) is dict else sizes,
+            )
             next_step = "Load it for the model that it was made for."
-            raise ConfigError(f"{self.path}, {name}", "a layer of keys and values", type(layer).__name__, next_step)
+            raise ConfigError(f"{self.path}, {name}", f"a {expected}", f"{stored!r:.80}", next_step)
+        if not is_own:
+            self._fill_own_layer(name, layer, sizes, file)
+            return
         batch, heads, length, dropped, *columns = self._numbers(name, sizes)
         if dropped and layer.window is None:
             next_step = "Load it for the model that it was made for."
@@ -146,12 +161,26 @@ class CacheFile:
         layer.stores, layer.dropped = (stores[0], stores[1]), dropped
         layer.dtype, layer.device, layer.is_initialized = _DTYPES[sizes["dtype"]], torch.device("cpu"), True
 
+    def _fill_own_layer(self, name: str, layer: Any, state: Any, file: Any) -> None:
+        """Give a layer that Transformers keeps itself its state."""
+
+        def read(key: str) -> Tensor:
+            if key not in self._header:
+                raise self._corrupt(f"a tensor {key}", "none")
+            return file.get_tensor(key).clone()
+
+        try:
+            decode_state(layer, state, read)
+        except (ValueError, RecursionError) as error:
+            expected = f"{name}: the state of a {type(layer).__name__} of this version of Transformers"
+            raise self._corrupt(expected, str(error)) from error
+
     def _numbers(self, name: str, sizes: Any) -> list[int]:
         fields = [sizes.get(field) for field in ("batch", "heads", "length", "dropped")] if type(sizes) is dict else []
         columns = sizes.get("columns") if type(sizes) is dict else None
         numbers = [*fields, *(columns if type(columns) is list else [])]
         is_number = [type(number) is int and 0 <= number < _LARGEST for number in numbers]
-        if len(numbers) != 6 or not all(is_number) or sizes.get("dtype") not in _DTYPES:
+        if len(numbers) != 6 or not all(is_number) or sizes.get("dtype") not in list(_DTYPES):
             raise self._corrupt(f"{name}: batch, heads, length, dropped, columns and dtype", repr(sizes)[:200])
         return numbers
 

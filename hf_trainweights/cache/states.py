@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_trainweights.cache.stores import IntegerStore
-from hf_trainweights.kernels.attention import MOST_ROWS, attend
+from hf_trainweights.kernels import compiled
+from hf_trainweights.kernels.attention import attend
+from hf_trainweights.kernels.cpu_features import most_attention_rows
 
 _attention = F.scaled_dot_product_attention
 _METADATA = {
@@ -22,7 +24,7 @@ _EVERYTHING = slice(None)
 class CachedStates(Tensor):
     """Stored keys or values `[batch, heads * repeats, tokens, columns]`, which may not be written to.
 
-    A model without gradients that calls `F.scaled_dot_product_attention` with few rows multiplies the codes. Models
+    A model without gradients that calls `F.scaled_dot_product_attention` multiplies the codes. Models
     that repeat the heads of keys for their query heads first do so without a copy, too.
 
     Args:
@@ -127,11 +129,12 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attend as `F.scaled_dot_product_attention` does: by the codes for few rows, else by floats."""
+    """Attend as `F.scaled_dot_product_attention` does: by the codes where that takes less time, else by floats."""
     if isinstance(key, CachedStates) and isinstance(value, CachedStates):
         has_gradient, heads = torch.is_grad_enabled() and query.requires_grad, key._store.shape[1]
         fits = query.dim() == 4 and query.shape[1] % heads == 0 and key._tokens == value._tokens
-        is_short = fits and query.shape[1] // heads * query.shape[2] <= MOST_ROWS
+        most_rows = most_attention_rows(compiled.instructions() or "")
+        is_short = fits and query.shape[1] // heads * query.shape[2] <= most_rows
         if is_short and not (has_gradient or dropout_p or is_causal):
             scaling = query.shape[-1] ** -0.5 if scale is None else scale
             out = attend(query, key._store.stored, value._store.stored, key._tokens, scaling, attn_mask)

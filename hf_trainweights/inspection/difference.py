@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.inspection.stored_tensors import StoredTensor, find_parts, read_part
-from hf_trainweights.models.choosing.summary import Calibrated, html_table
+from hf_trainweights.models.choosing.summary import Calibrated
 from hf_trainweights.models.loading.saved_models import load_saved
+from hf_trainweights.notebook import html_table
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 _PIECE_ELEMENTS = 1 << 22

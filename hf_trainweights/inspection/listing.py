@@ -14,7 +14,7 @@ from hf_trainweights.files.reading import open_zip
 from hf_trainweights.formats.base import Format
 from hf_trainweights.inspection.stored_tensors import StoredTensor, find_parts, read_part, unsafe_calls
 from hf_trainweights.models.choosing.config import QUANT_METHOD, TrainWeightsConfig
-from hf_trainweights.models.choosing.summary import html_table
+from hf_trainweights.notebook import html_table
 from hf_trainweights.tensor.guards import is_guard, is_notice
 from hf_trainweights.tensor.stored_names import (
     CODED_SUFFIXES,

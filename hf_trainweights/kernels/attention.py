@@ -11,9 +11,6 @@ from hf_trainweights.kernels import compiled
 from hf_trainweights.kernels.compiled import DTYPES, SCRATCH
 from hf_trainweights.kernels.tokens import StoredTokens
 
-# Query rows of a head of keys, from all query heads that share it, up to which reading the codes takes less time than
-# dequantizing them and multiplying with PyTorch: docs/performance.md, "Thresholds".
-MOST_ROWS = 64
 # Multiplications from which on a second thread pays: it takes some microseconds to wake.
 _THREADED = 1 << 19
 # As in native/attention.c.

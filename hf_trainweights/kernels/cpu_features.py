@@ -54,6 +54,10 @@ _CODEBOOK_ROWS = 64
 _WIDENED_ROWS = 16
 # Float8 and uint without panels.
 _FLOAT8_ROWS, _UINT_ROWS = 8, 16
+# Query rows of a head of keys, from all query heads that share it. The tiles of AMX also serve PyTorch's attention;
+# AVX-VNNI and NEON were not measured.
+_ATTENTION_ROWS = 64
+_LIBRARIES_OF_ANY_ATTENTION = ("avx512", "avx512_bf16")
 
 
 @functools.cache
@@ -109,6 +113,11 @@ def most_rows(form: Format, dtype: torch.dtype, library: str) -> int:
     if library == "neon":
         return _WIDENED_ROWS
     return _CODEBOOK_ROWS if isinstance(form, Codebook4) else _SHORT_ROWS
+
+
+def most_attention_rows(library: str) -> int:
+    """Return up to how many query rows of a head of keys a library attends faster to codes than PyTorch to floats."""
+    return ALL if library in _LIBRARIES_OF_ANY_ATTENTION else _ATTENTION_ROWS
 
 
 def _takes_panels(form: Format, dtype: torch.dtype, library: str) -> bool:

@@ -24,14 +24,15 @@ from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats.arithmetic import largest_magnitude
 from hf_trainweights.models.budget.allocation import allocate, check_loaded
 from hf_trainweights.models.budget.measure import measure_in_memory
-from hf_trainweights.models.budget.sensitivity import Batch
 from hf_trainweights.models.calibration.batches import digest_of
 from hf_trainweights.models.calibration.finished import FinishedBlocks
 from hf_trainweights.models.calibration.walk import Calibration, calibrate, require_gain
+from hf_trainweights.models.choosing.advice import say_if_head_is_large, say_if_slow
 from hf_trainweights.models.choosing.config import QUANT_METHOD, FormatName, TrainWeightsConfig
 from hf_trainweights.models.choosing.description import describe, is_described
 from hf_trainweights.models.choosing.selection import check_choice, choose
-from hf_trainweights.models.choosing.summary import Choice, Summary, say_if_head_is_large, say_if_slow
+from hf_trainweights.models.choosing.summary import Choice, Summary
+from hf_trainweights.models.host.inputs import Batch
 from hf_trainweights.models.host.models import quant_method
 from hf_trainweights.models.loading.conversion import keep_in, loading_to_write
 from hf_trainweights.models.quantizer import TrainWeightsHfQuantizer
@@ -107,10 +108,11 @@ def quantize_module(
     sha256 = None if batches is None else digest_of(batches)
     config = config.but(calibration_sha256=sha256)
     spill = None if directory is None else Spill(directory)
+    choices = choose(module, config)
     if config.needs_plan:
-        config = allocate(module, config, *measure_in_memory(module, config, batches, spill))
-    summary = choose(module, config)
-    check_choice(module, summary, config)
+        choices = allocate(choices, *measure_in_memory(choices, batches, spill))
+    check_choice(choices)
+    config, summary = choices.config, choices.summary
     todo = _checked(summary)
     if batches is not None and config.plan is None:
         require_gain(todo)

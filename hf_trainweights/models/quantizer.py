@@ -14,18 +14,12 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.files.spill import Spill
 from hf_trainweights.models.budget.allocation import allocate
 from hf_trainweights.models.budget.measure import check_measurable, measure_checkpoint
+from hf_trainweights.models.choosing.advice import say_if_head_is_large, say_if_slow
 from hf_trainweights.models.choosing.config import QUANT_METHOD, TrainWeightsConfig
-from hf_trainweights.models.choosing.selection import check_choice, choose, survey
-from hf_trainweights.models.choosing.summary import (
-    Calibrated,
-    Summary,
-    check_not_empty,
-    say_if_head_is_large,
-    say_if_slow,
-)
+from hf_trainweights.models.choosing.selection import Choices, check_choice, choose, survey
+from hf_trainweights.models.choosing.summary import Calibrated, Summary, check_not_empty
 from hf_trainweights.models.host.checkpoints import (
     expect_unused,
     make_converter,
@@ -49,7 +43,7 @@ from hf_trainweights.models.loading.stored_weights import (
     check_weight_files,
 )
 from hf_trainweights.models.saving.hub import hub_id
-from hf_trainweights.models.saving.saved_tensors import flat_state_dict, revert_stored_apart
+from hf_trainweights.models.saving.saved_tensors import SaveRequest, flat_state_dict, revert_stored_apart
 from hf_trainweights.models.saving.saving import attach_methods
 from hf_trainweights.tensor.guards import NOTICE_NAME
 from hf_trainweights.tensor.modules import dequantize_weights, is_quantized
@@ -93,13 +87,10 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         self.state = LoadState(quantization_config.default_format)
         self.operation = TrainWeightsQuantize(self.state)
         self._model_bytes = 0
-        # The model on the meta device and its files, while formats are still to be chosen for a budget.
-        self._to_allocate: tuple[PreTrainedModel, Sequence[str]] | None = None
-        # A save sets these three on a copy of the quantizer: the state dict to save (None for the model's own), whether
-        # to write guards, and the files for coded tensors.
-        self.state_dict_to_save: Mapping[str, Any] | None = None
-        self.writes_guards = False
-        self.spill: Spill | None = None
+        # The choices for the model on the meta device and its files, while a budget still has to choose formats.
+        self._to_allocate: tuple[Choices, Sequence[str]] | None = None
+        # A save sets this on a copy of the quantizer.
+        self.save_request: SaveRequest | None = None
         # The gain of calibration, if the codes have just been chosen with texts.
         self.calibrated: Calibrated | None = None
         self._summary: Summary | None = None
@@ -157,38 +148,40 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         self._skeleton, files = model, kwargs.get("checkpoint_files") or []
         with failing_alike(is_loaded_by_ranks(model)):
             self.state.stored = check_weight_files(files, model.config.name_or_path or "")
-        self._choose(model)
+        if not self.pre_quantized:
+            # The configuration may come from a calibrated model, but a load chooses codes by each weight alone.
+            self.quantization_config = self.quantization_config.but(calibration_sha256=None)
+        choices = self._take(choose(model, self.quantization_config))
         if self.pre_quantized:
             expect_unused(model, NOTICE_NAME)
             check_guards(model, self.state.choices, self.state.stored)
         else:
             check_is_float(model.config.name_or_path or "checkpoint", self.state.stored, model)
-            # The configuration may come from a calibrated model, but a load chooses codes by each weight alone.
-            self.quantization_config = self.quantization_config.but(calibration_sha256=None)
             if self.quantization_config.needs_plan:
                 check_measurable(model, files)
-                self._to_allocate = model, files
+                self._to_allocate = choices, files
         if is_loaded_by_ranks(model):
             self._whole_reads = read_whole(model, lambda parts: self.state.plan_cuts(model, parts, self.pre_quantized))
         return model
 
-    def _choose(self, model: PreTrainedModel) -> None:
-        summary = choose(model, self.quantization_config)
+    def _take(self, choices: Choices) -> Choices:
+        """Take choices for the load that follows, and return them."""
         if not self.pre_quantized:
-            check_choice(model, summary, self.quantization_config)
-        self.state.choices = {choice.name: choice for choice in summary.quantized}
-        self._model_bytes = summary.bytes_after
+            check_choice(choices)
+        self.state.choices = {choice.name: choice for choice in choices.summary.quantized}
+        self._model_bytes = choices.summary.bytes_after
+        return choices
 
     def _allocate(self, conversions: list[Any]) -> None:
         """Choose formats for a budget: read the files for it, now that the conversions of this load are known."""
         if self._to_allocate is None:
             return
-        (model, files), self._to_allocate = self._to_allocate, None
-        measured = measure_checkpoint(self, model, files, conversions)
+        (choices, files), self._to_allocate = self._to_allocate, None
+        measured = measure_checkpoint(self, choices, files, conversions)
+        allocated = self._take(allocate(choices, *measured))
         # A copy: the user may quantize another model by the same configuration.
-        self.quantization_config = allocate(model, self.quantization_config, *measured)
-        model.config.quantization_config = self.quantization_config
-        self._choose(model)
+        model: Any = allocated.module
+        self.quantization_config = model.config.quantization_config = allocated.config
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
         """Return the bytes per weight of a parameter, scales included, for `device_map="auto"`."""
@@ -274,9 +267,8 @@ class TrainWeightsHfQuantizer(HfQuantizer):
 
         safetensors would write an entry of ours and Transformers' own in random order, so two saves would differ.
         """
-        compress, state_dict = self.quantization_config.compress, self.state_dict_to_save
-        flat = flat_state_dict(model, self.state.default, state_dict, self.writes_guards, compress, self.spill)
-        if self.writes_guards:
+        flat = flat_state_dict(model, self.state.default, self.quantization_config.compress, self.save_request)
+        if self.save_request is not None:
             # The model is a copy, made for this save.
             revert_stored_apart(model, flat)
         return flat, {}

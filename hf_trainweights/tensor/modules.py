@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -70,6 +72,22 @@ def put_parameter(places: list[tuple[nn.Module, str]], parameter: nn.Parameter) 
     """Put a parameter into all places of another parameter, which `parameter_places` returned."""
     for owner, name in places:
         setattr(owner, name, parameter)
+
+
+@contextlib.contextmanager
+def substituted(
+    places: Mapping[int, list[tuple[nn.Module, str]]], weights: Iterable[tuple[nn.Parameter, nn.Parameter]]
+) -> Iterator[None]:
+    """Put other weights into a module within the context; each may be made when the ones before it are in place."""
+    changed = []
+    try:
+        for weight, other in weights:
+            changed.append(weight)
+            put_parameter(places[id(weight)], other)
+        yield
+    finally:
+        for weight in changed:
+            put_parameter(places[id(weight)], weight)
 
 
 def describe(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

@@ -10,12 +10,20 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, PreTrainedModel, Qwen3NextConfig
+from transformers import (
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen3NextConfig,
+)
 
 from hf_trainweights import KVCache
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
 
-from .test_kv_cache import KINDS, SIZES, encoder_decoder, generate, llama, mistral, prompt
+from .test_kv_cache import HEADS, KINDS, OTHERS, SIZES, encoder_decoder, generate, llama, made, mistral, prompt
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +96,7 @@ def test_a_cache_without_tokens_is_saved(tmp_path: Path) -> None:
         (encoder_decoder("T5").config, r"2 layers \(cross\)"),
         (
             Qwen3NextConfig(**{**SIZES, "num_hidden_layers": 2}),
-            "a layer of keys and values, found LinearAttentionLayer",
+            "a LinearAttentionLayer, found 'keys and values'",
         ),
     ],
     ids=["layers", "cross-attention", "linear attention"],
@@ -152,9 +160,63 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         KVCache(config).save(tmp_path / "cache.pt")
 
 
-def test_states_of_linear_attention_are_not_saved(tmp_path: Path) -> None:
-    cache = KVCache(Qwen3NextConfig(**{**SIZES, "num_hidden_layers": 4}), "int8")
-    with pytest.raises(UnsupportedError, match="a layer of keys and values, found LinearAttentionLayer"):
+# Models with layers that Transformers keeps itself: linear attention, convolutions, and state spaces beside attention.
+HYBRIDS: dict[str, Any] = {
+    "linear attention": OTHERS["linear attention"],
+    "convolutions": lambda: Lfm2ForCausalLM(Lfm2Config(**SIZES, **HEADS, layer_types=["conv", "full_attention"])),
+    "state spaces": lambda: FalconH1ForCausalLM(
+        FalconH1Config(**SIZES, **HEADS, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+@torch.no_grad()
+def test_states_that_transformers_keeps_are_saved_too(name: str, tmp_path: Path) -> None:
+    model, cache = saved(tmp_path / "a.safetensors", model=made(HYBRIDS[name]()))
+    loaded = KVCache.load(tmp_path / "a.safetensors", model.config)
+    for more in (1, 1, 3):
+        found, expected = (model(prompt(more)["input_ids"], past_key_values=each).logits for each in (loaded, cache))
+        assert torch.equal(found, expected)
+    loaded.save(tmp_path / "b.safetensors")
+    cache.save(tmp_path / "c.safetensors")
+    assert (tmp_path / "b.safetensors").read_bytes() == (tmp_path / "c.safetensors").read_bytes()
+
+
+DAMAGED_STATES: dict[str, Any] = {
+    "no attributes": (lambda state: state.pop("attributes"), "attributes other than"),
+    "an attribute more": (lambda state: state["attributes"].update(a=1), "attributes other than"),
+    "a text": (lambda state: state["attributes"].update(dtype="float32"), "as the value of an attribute"),
+    "a dtype that is none": (lambda state: state["attributes"].update(dtype={"dtype": "int7"}), "as the value of"),
+    "a number for a bool": (lambda state: state["attributes"].update(record_past=3), "record_past that is no bool"),
+    "a state less": (lambda state: state["attributes"]["conv_states"].update(items=[]), "conv_states without 0"),
+    "a tensor less": (
+        lambda state: state["attributes"].update(conv_states={"items": [[0, {"tensor": "self.9.x"}]]}),
+        r"a tensor self\.9\.x",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED_STATES)
+def test_a_damaged_state_is_refused(name: str, tmp_path: Path) -> None:
+    change, message = DAMAGED_STATES[name]
+    model, _ = saved(tmp_path / "a.safetensors", model=made(OTHERS["linear attention"]()))
+    changed(tmp_path / "a.safetensors", lambda content, _: change(content["self"][0]))
+    with pytest.raises(CorruptFileError, match=message):
+        KVCache.load(tmp_path / "a.safetensors", model.config)
+
+
+class Strange:
+    """A layer with a state that no file can hold."""
+
+    def __init__(self):
+        self.state = object()
+
+
+def test_a_state_that_no_file_can_hold_is_refused(tmp_path: Path) -> None:
+    cache = KVCache(LlamaConfig(**SIZES), "int8")
+    cache.layers.append(Strange())
+    with pytest.raises(UnsupportedError, match=r"self\.2\.state: expected a number, a tensor or a dict"):
         cache.save(tmp_path / "a.safetensors")
     assert not (tmp_path / "a.safetensors").exists()
 

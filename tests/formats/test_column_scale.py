@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import stored_bits
 from torch import Tensor
 
 from hf_trainweights.errors import ConfigError, CorruptFileError, QuantizationError
@@ -12,6 +11,7 @@ from hf_trainweights.formats import FORMATS, get_format
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.column_scale import ColumnScaled, choose_column_scale
+from hf_trainweights.testing.values import stored_bits
 
 each_format = pytest.mark.parametrize("name", FORMATS)
 each_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers import stored_bits, stored_scale
+from helpers import stored_scale
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -15,6 +15,7 @@ from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats import arithmetic, get_format
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.float8_e4m3 import Float8E4M3
+from hf_trainweights.testing.values import stored_bits
 
 # Every finite e4m3 number: 7 steps of 2**-9, then 8 in each of 15 octaves, the last without its NaN.
 MAGNITUDES = [step * 2.0**-9 for step in range(8)]

@@ -18,7 +18,8 @@ from hf_trainweights.checkpoint.encoded.decoder import Anchor, decode_file
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file
 from hf_trainweights.checkpoint.encoded.storage_tasks import TensorPlan
 from hf_trainweights.errors import TrainWeightsError
-from tests.checkpoint.codecs.cases import INSTANCES, inputs, random_bits
+from hf_trainweights.testing.codecs import random_bits
+from tests.checkpoint.codecs.cases import INSTANCES, inputs
 from tests.trees import encoded_bytes, fingerprint, small_tree, trained, write_anchor
 
 SHAPES = ([0, 5], [7], [1], [3, 2, 5], [21, 33])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.fuzz.target import Target
+from tests.fuzz.targets.cache_files import CacheFiles
 from tests.fuzz.targets.coded_tensors import CodedArrays
 from tests.fuzz.targets.configurations import Configurations
 from tests.fuzz.targets.encoded_files import EncodedBytes, EncodedPayloads, EncodedStructures
@@ -33,6 +34,7 @@ _TARGETS: tuple[type[Target], ...] = (
     TrainingStates,
     SingleFiles,
     SavedWeights,
+    CacheFiles,
     ImportedWeights,
     ImportedDirectories,
     GgufFiles,

@@ -128,7 +128,7 @@ def test_every_method_but_our_own_is_a_hook_of_the_installed_transformers() -> N
     assert {name for name in methods if not hasattr(HfQuantizer, name)} == {
         "summary",
         "adopt",
-        "_choose",
+        "_take",
         "_allocate",
     }
 

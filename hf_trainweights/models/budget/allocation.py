@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from hf_trainweights.errors import ConfigError, QuantizationError
 from hf_trainweights.formats import FORMATS, get_format
 from hf_trainweights.formats.base import Format
-from hf_trainweights.models.choosing.config import DEFAULT_FORMAT, TrainWeightsConfig
+from hf_trainweights.models.choosing.config import DEFAULT_FORMAT
 from hf_trainweights.models.choosing.config_values import TARGETS, Budget, shortest
-from hf_trainweights.models.choosing.selection import OVERRIDE, choose
+from hf_trainweights.models.choosing.selection import OVERRIDE, Choices
 from hf_trainweights.models.choosing.summary import Choice
 from hf_trainweights.models.host.models import tied_names
 from hf_trainweights.tensor.distributed.placements import is_distributed
@@ -115,9 +115,9 @@ def _squares(rows: Tensor) -> float:
     return math.fsum(rows.double().square_().sum(dim=-1).tolist())
 
 
-def weights_to_allocate(module: nn.Module, config: TrainWeightsConfig) -> list[Choice]:
+def weights_to_allocate(choices: Choices) -> list[Choice]:
     """Return the choices for the weights whose formats the budget decides."""
-    chosen = [choice for choice in _once(module, choose(module, config).quantized) if choice.reason != OVERRIDE]
+    chosen = [choice for choice in _once(choices.module, choices.summary.quantized) if choice.reason != OVERRIDE]
     return [choice for choice in chosen if not isinstance(choice.weight, QuantizedTensor)]
 
 
@@ -137,21 +137,20 @@ def check_loaded(name: str, weight: Tensor) -> None:
         raise QuantizationError(name, "a weight with values", "one on the meta device", next_step)
 
 
-def allocate(
-    module: nn.Module, config: TrainWeightsConfig, losses: Mapping[str, Losses], sensitivities: Mapping[str, float]
-) -> TrainWeightsConfig:
-    """Return a configuration with a format for each weight of a module; ConfigError: no choice fits the budget.
+def allocate(choices: Choices, losses: Mapping[str, Losses], sensitivities: Mapping[str, float]) -> Choices:
+    """Choose a format for each weight, and keep the configuration's budget; ConfigError: no choice fits it.
 
     `losses` lacks the weights that a checkpoint lacks. `sensitivities` tells how much a relative error of each weight
     changes the outputs of the model, in any unit; some weights or all may be missing.
     """
+    config = choices.config
     assert config.budget is not None
-    weights = weights_to_allocate(module, config)
-    others = _others(module, config, weights)
+    weights = weights_to_allocate(choices)
+    others = _others(choices, weights)
     count = sum(choice.numel for choice in (*weights, *others))
     if config.budget.size_bytes is not None:
         limit, size = config.budget.size_bytes, _file_bytes
-        fixed = _rest_bytes(module, [choice.name for choice in weights])
+        fixed = _rest_bytes(choices.module, [choice.name for choice in weights])
         fixed += sum(_file_bytes(choice, choice.format) for choice in others)
     else:
         limit, size = math.floor((config.budget.bits or 0) * count / 8), Choice.stored_bytes_in
@@ -168,20 +167,20 @@ def allocate(
     if least > limit:
         raise _too_small(config.budget, config.for_target, least, count)
     chosen = choose_options(options, limit - fixed)
-    return config.but(format=DEFAULT_FORMAT, plan={name: shortest(option.format) for name, option in chosen.items()})
+    plan = {name: shortest(option.format) for name, option in chosen.items()}
+    return choices.by(config.but(format=DEFAULT_FORMAT, plan=plan))
 
 
-def _others(module: nn.Module, config: TrainWeightsConfig, weights: Sequence[Choice]) -> list[Choice]:
+def _others(choices: Choices, weights: Sequence[Choice]) -> list[Choice]:
     """Return the choices that are settled already and count for the budget beside the `weights`.
 
     A size counts all parameters. Bits count quantized weights, and float ones that only the user's exceptions keep so.
     """
-    names = {choice.name for choice in weights}
-    others = [choice for choice in _once(module, choose(module, config).tensors) if choice.name not in names]
-    if config.budget is not None and config.budget.size_bytes is not None:
+    names, budget = {choice.name for choice in weights}, choices.config.budget
+    others = [choice for choice in _once(choices.module, choices.summary.tensors) if choice.name not in names]
+    if budget is not None and budget.size_bytes is not None:
         return others
-    without_exceptions = choose(module, config.but(overrides={}, modules_to_not_convert=None))
-    quantizable = {choice.name for choice in without_exceptions.quantized}
+    quantizable = {choice.name for choice in choices.without_exceptions().summary.quantized}
     return [choice for choice in others if choice.format is not None or choice.name in quantizable]
 
 

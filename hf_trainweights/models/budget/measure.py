@@ -10,7 +10,7 @@ import contextlib
 import copy
 import logging
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,15 +22,15 @@ from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.models.budget.allocation import Losses, check_loaded, relative_errors, rows_of, weights_to_allocate
-from hf_trainweights.models.budget.sensitivity import Batch, does_not_run, random_tokens, sensitivities
-from hf_trainweights.models.choosing.config import TrainWeightsConfig
-from hf_trainweights.models.choosing.selection import choose
-from hf_trainweights.models.choosing.summary import Choice, Summary
+from hf_trainweights.models.budget.sensitivity import random_tokens, sensitivities
+from hf_trainweights.models.choosing.selection import Choices
+from hf_trainweights.models.choosing.summary import Choice
 from hf_trainweights.models.host.checkpoints import NamedLoad, read_by
+from hf_trainweights.models.host.inputs import Batch, does_not_run
 from hf_trainweights.models.host.ranks import is_loaded_by_ranks
 from hf_trainweights.models.loading.conversion import LoadState, TrainWeightsQuantize, keep_in, rows_of_experts
 from hf_trainweights.models.loading.stored_weights import StoredWeight
-from hf_trainweights.tensor.modules import as_parameter, parameter_places, put_parameter
+from hf_trainweights.tensor.modules import as_parameter, parameter_places, substituted
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # The format that weights have while a forward pass measures how much each one matters; it is exact enough for that.
@@ -41,23 +41,20 @@ _logger = logging.getLogger(__name__)
 
 
 def measure_in_memory(
-    module: nn.Module,
-    config: TrainWeightsConfig,
-    calibration: Iterable[Batch] | None,
-    spill: Spill | None = None,
+    choices: Choices, calibration: Iterable[Batch] | None, spill: Spill | None = None
 ) -> tuple[dict[str, Losses], dict[str, float]]:
     """Return the losses and the sensitivities of the weights of a loaded module, both as `allocate` takes them.
 
     If `calibration` is None, random tokens tell the sensitivities of a model that takes tokens. The int8 weights for
     this measurement go to `spill`; they stay in memory if it is None.
     """
-    weights, losses = weights_to_allocate(module, config), {}
+    module, weights, losses = choices.module, weights_to_allocate(choices), {}
     for choice in weights:
         weight = choice.weight.detach()
         check_loaded(choice.name, weight)
         stored = weight.transpose(-1, -2) if choice.transposed else weight
-        losses[choice.name] = relative_errors(choice.name, stored.shape, rows_of(stored), config.for_target)
-    with _as_measured(module, choose(module, config).quantized, spill):
+        losses[choice.name] = relative_errors(choice.name, stored.shape, rows_of(stored), choices.config.for_target)
+    with _as_measured(module, choices.summary.quantized, spill):
         if calibration is None:
             return losses, sensitivities_of_tokens(module, weights)
         try:
@@ -88,22 +85,6 @@ def _as_measured(
     return substituted(parameter_places(module), made)
 
 
-@contextlib.contextmanager
-def substituted(
-    places: Mapping[int, list[tuple[nn.Module, str]]], weights: Iterable[tuple[nn.Parameter, nn.Parameter]]
-) -> Iterator[None]:
-    """Put other weights into a module within the context; each may be made when the ones before it are in place."""
-    changed = []
-    try:
-        for weight, other in weights:
-            changed.append(weight)
-            put_parameter(places[id(weight)], other)
-        yield
-    finally:
-        for weight in changed:
-            put_parameter(places[id(weight)], weight)
-
-
 def check_measurable(model: PreTrainedModel, files: Sequence[str]) -> None:
     """Check that one process loads the model, and from files."""
     if not files:
@@ -115,40 +96,35 @@ def check_measurable(model: PreTrainedModel, files: Sequence[str]) -> None:
 
 
 def measure_checkpoint(
-    quantizer: Any, model: PreTrainedModel, files: Sequence[str | os.PathLike[str]], conversions: Sequence[Any]
+    quantizer: Any, choices: Choices, files: Sequence[str | os.PathLike[str]], conversions: Sequence[Any]
 ) -> tuple[dict[str, Losses], dict[str, float]]:
     """Return the losses and the sensitivities of the weights of a checkpoint, both as `allocate` takes them.
 
     The model is on the meta device. Quantizer and model stay as they are.
     """
-    config, copied = quantizer.quantization_config, copy.deepcopy(model)
-    to_allocate = weights_to_allocate(copied, config)
-    measure = _Measure({choice.name for choice in to_allocate}, choose(copied, config), quantizer.state.stored, config)
+    copied = copy.deepcopy(choices)
+    model: Any = copied.module
+    to_allocate = weights_to_allocate(copied)
+    measure = _Measure({choice.name for choice in to_allocate}, copied, quantizer.state.stored)
     measuring = copy.copy(quantizer)
     measuring.state, measuring.operation = measure.state, measure
-    read_by(measuring, copied, files, to_allocate[0].weight.dtype if to_allocate else None, conversions)
+    read_by(measuring, model, files, to_allocate[0].weight.dtype if to_allocate else None, conversions)
     if measure.state.error is not None:
         raise measure.state.error
-    return measure.losses, sensitivities_of_tokens(copied, to_allocate)
+    return measure.losses, sensitivities_of_tokens(model, to_allocate)
 
 
 class _Measure(TrainWeightsQuantize):
     """Measures weights as they are loaded, and returns them in int8: enough to see how much each one matters.
 
-    `to_allocate` names the weights whose formats are still to be chosen; `chosen` holds all weights to be quantized.
+    `to_allocate` names the weights whose formats are still to be chosen; `choices` has all weights to be quantized.
     """
 
-    def __init__(
-        self,
-        to_allocate: Collection[str],
-        chosen: Summary,
-        stored: Mapping[str, StoredWeight],
-        config: TrainWeightsConfig,
-    ):
+    def __init__(self, to_allocate: Collection[str], choices: Choices, stored: Mapping[str, StoredWeight]):
         super().__init__(LoadState(MEASURED_IN))
-        self.state.choices = {choice.name: replace(choice, format=MEASURED_IN) for choice in chosen.quantized}
+        self.state.choices = {choice.name: replace(choice, format=MEASURED_IN) for choice in choices.summary.quantized}
         self.state.stored = stored
-        self.to_allocate, self.target = to_allocate, config.for_target
+        self.to_allocate, self.target = to_allocate, choices.config.for_target
         self.losses: dict[str, Losses] = {}
 
     def quantize_one(self, name: str, weight: Tensor, model: Any) -> Any:

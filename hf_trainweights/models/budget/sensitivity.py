@@ -9,8 +9,7 @@ once. `benchmarks.sensitivity` compares it with the real effect of noise in one 
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,14 +19,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from hf_trainweights.errors import ConfigError
 from hf_trainweights.kernels.cpu_features import product_dtype
 from hf_trainweights.models.choosing.summary import Choice
-from hf_trainweights.models.host.models import holding, is_cache
+from hf_trainweights.models.host.inputs import Batch, copied, tensors_in
+from hf_trainweights.models.host.models import holding
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
-
-# Keyword arguments of a model, or a tensor as its only argument.
-Batch = Mapping[str, Tensor] | Tensor
 
 _SEED = 0
 # Twice as many tokens would gain MiniLM .02 dB and a small Llama .06 dB at twice the time and memory. Separate
@@ -50,12 +46,6 @@ def random_tokens(model: nn.Module) -> list[dict[str, Tensor]]:
     names = ["input_ids", *(["decoder_input_ids"] if model.config.is_encoder_decoder else [])]
     shape = (_SEQUENCES, _TOKENS)
     return [{name: torch.randint(embeddings.num_embeddings, shape, generator=generator) for name in names}]
-
-
-def does_not_run(error: Exception) -> ConfigError:
-    """Return the error that tells a user that a module's own code raised `error` on a batch."""
-    expected, problem = "inputs that the module runs on", f"{type(error).__name__}: {error}"
-    return ConfigError("calibration", expected, problem[:300], "Pass what model(**batch) takes.")
 
 
 def sensitivities(model: nn.Module, weights: Sequence[Choice], batches: Iterable[Batch]) -> dict[str, float]:
@@ -181,25 +171,6 @@ def _random_derivative(output: Any, generator: torch.Generator) -> Tensor:
     drawn = torch.multinomial(chances, 1, generator=generator).to(values.device)
     signs = (torch.randint(2, drawn.shape, generator=generator) * 2 - 1).to(values.device)
     return (values.log_softmax(-1).gather(-1, drawn) * signs).sum()
-
-
-def tensors_in(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors in the output of a module, in their order."""
-    if isinstance(output, Tensor):
-        yield output
-    for item in output.values() if isinstance(output, Mapping) else output if isinstance(output, list | tuple) else ():
-        yield from tensors_in(item)
-
-
-def copied(value: Any) -> Any:
-    """Return a value with a copy of each tensor and cache in it: a module may change these, and the original stays."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if is_cache(value):
-        return copy.deepcopy(value)
-    if type(value) is dict:
-        return {name: copied(entry) for name, entry in value.items()}
-    return type(value)(map(copied, value)) if type(value) in (list, tuple) else value
 
 
 def _let_gradients_through(module: nn.Module, inputs: Any, output: Tensor) -> None:

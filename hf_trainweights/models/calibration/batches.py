@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.models.budget.sensitivity import Batch
+from hf_trainweights.models.host.inputs import Batch
 from hf_trainweights.models.host.models import CACHE_ARGUMENTS, cache_argument
 
 if TYPE_CHECKING:

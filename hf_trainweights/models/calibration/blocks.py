@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from hf_trainweights.errors import ConfigError, TrainWeightsError
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.kernels.cpu_features import product_dtype
-from hf_trainweights.models.budget.sensitivity import Batch, copied, does_not_run, tensors_in
+from hf_trainweights.models.host.inputs import Batch, copied, does_not_run, tensors_in
 from hf_trainweights.models.host.models import holding
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 

@@ -18,8 +18,6 @@ from transformers.utils import logging
 
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.spill import Spill
-from hf_trainweights.models.budget.measure import substituted
-from hf_trainweights.models.budget.sensitivity import Batch
 from hf_trainweights.models.calibration.blocks import (
     ExpertInputs,
     Stopped,
@@ -35,9 +33,10 @@ from hf_trainweights.models.calibration.blocks import (
 from hf_trainweights.models.calibration.feedback import Moments, quantize_experts_with_feedback, quantize_with_feedback
 from hf_trainweights.models.calibration.finished import FinishedBlocks
 from hf_trainweights.models.choosing.summary import Calibrated, Choice
+from hf_trainweights.models.host.inputs import Batch
 from hf_trainweights.models.host.models import holding
 from hf_trainweights.models.loading.conversion import keep_in
-from hf_trainweights.tensor.modules import parameter_places
+from hf_trainweights.tensor.modules import parameter_places, substituted
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # Much of the gain is lost with fewer tokens than so many times the inputs of a layer.

@@ -14,7 +14,7 @@ from torch import nn
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.choosing.config_values import shortest
-from hf_trainweights.models.choosing.selection import AS_SAVED, LEFT_AS_SAVED, choose, is_weight
+from hf_trainweights.models.choosing.selection import AS_SAVED, LEFT_AS_SAVED, Choices, choose, is_weight
 from hf_trainweights.models.choosing.summary import Choice
 from hf_trainweights.tensor.distributed.placements import local_tensor
 from hf_trainweights.tensor.modules import is_quantized
@@ -26,7 +26,7 @@ _PARAMETERS = ("format", "group_size", "activations", "column_scale", "bits")
 
 def is_described(module: nn.Module, config: TrainWeightsConfig) -> bool:
     """Return whether a configuration names the format of every weight of a module, and leaves out the float ones."""
-    return not any(_is_other(choice) for choice in choose(module, config).tensors)
+    return not any(map(_is_other, choose(module, config).summary))
 
 
 def describe(module: nn.Module, configs: Sequence[TrainWeightsConfig]) -> TrainWeightsConfig:
@@ -40,11 +40,11 @@ def describe(module: nn.Module, configs: Sequence[TrainWeightsConfig]) -> TrainW
     for name, form in formats.items():
         sizes[form] += weights[name].numel()
     config = _of_format(sizes.most_common(1)[0][0], configs)
-    with_embeddings = config.but(include_embeddings=True)
-    if _count_left(module, with_embeddings) < _count_left(module, config):
-        config = with_embeddings
-    others = [choice for choice in choose(module, config).tensors if _is_other(choice)]
-    names = {choice.name: formats.get(choice.name) for choice in others}
+    # The first of two with as few left is taken: the one that leaves embeddings alone.
+    options = (config, config.but(include_embeddings=True))
+    choices = min((choose(module, option) for option in options), key=_count_left)
+    config = choices.config
+    names = {choice.name: formats.get(choice.name) for choice in choices.summary if _is_other(choice)}
     overrides, float_names = {}, [name for name, form in names.items() if form is None]
     quantizable = _quantizable(module)
     for form in dict.fromkeys(form for form in names.values() if form is not None):
@@ -75,8 +75,8 @@ def _is_other(choice: Choice) -> bool:
     return choice.format is not None
 
 
-def _count_left(module: nn.Module, config: TrainWeightsConfig) -> int:
-    return sum(choice.reason == LEFT_AS_SAVED for choice in choose(module, config).tensors)
+def _count_left(choices: Choices) -> int:
+    return sum(choice.reason == LEFT_AS_SAVED for choice in choices.summary)
 
 
 def _quantized(weight: nn.Parameter) -> QuantizedTensor | None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass
 from typing import TypeGuard
 
 from torch import Tensor, nn
@@ -61,7 +63,6 @@ class _Rules:
     """The rules of a configuration and of the models in a module, as sets of names in that module."""
 
     def __init__(self, module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str]):
-        self.config = config
         # Each module by each of its names, and all names of a parameter by each of them.
         self.owners, self.aliases = dict(module.named_modules(remove_duplicate=False)), aliases_of(module)
         names = list(dict.fromkeys(path for name in self.aliases for path in (*_names(name), *name_and_modules(name))))
@@ -83,7 +84,27 @@ class _Rules:
             self.not_saved |= {prefix + name for name in names_not_saved(model)}
 
 
-def choose(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str] = ()) -> Summary:
+@dataclass(frozen=True)
+class Choices:
+    """The choices for a module by a configuration, and the rules that gave them: whoever needs either gets these."""
+
+    module: nn.Module
+    config: TrainWeightsConfig
+    rules: _Rules
+    summary: Summary
+
+    def by(self, config: TrainWeightsConfig) -> Choices:
+        """Choose formats by a configuration that selects the same weights as this one."""
+        return _choose_by(self.rules, self.module, config)
+
+    def without_exceptions(self) -> Choices:
+        """Choose as if the user had given neither `overrides` nor `modules_to_not_convert`."""
+        rules = copy(self.rules)
+        rules.selected, rules.left_out = {}, set()
+        return _choose_by(rules, self.module, self.config.but(overrides={}, modules_to_not_convert=None))
+
+
+def choose(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str] = ()) -> Choices:
     """Choose a format for every parameter of a module, in its order, a tied one once under its first name.
 
     `skip` names further modules that stay in float, beside those of Transformers' lists. An override wins over both.
@@ -91,14 +112,18 @@ def choose(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str] = 
     """
     for name, parameter in module.named_parameters():
         check_has_shape(name, parameter)
-    rules = _Rules(module, config, skip)
-    return Summary(tuple(_choose(name, parameter, rules) for name, parameter in module.named_parameters()))
+    return _choose_by(_Rules(module, config, skip), module, config)
+
+
+def _choose_by(rules: _Rules, module: nn.Module, config: TrainWeightsConfig) -> Choices:
+    tensors = (_choose(name, parameter, rules, config) for name, parameter in module.named_parameters())
+    return Choices(module, config, rules, Summary(tuple(tensors)))
 
 
 def survey(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str] = ()) -> Summary:
     """Return the choices for a loaded module by its actual weights: some may be float that were to be quantized."""
     choices = []
-    for choice in choose(module, config, skip).tensors:
+    for choice in choose(module, config, skip).summary.tensors:
         weight = choice.weight
         if choice.format is not None and not isinstance(local_tensor(weight), QuantizedTensor):
             choice = Choice.of(choice.name, choice.module, weight, None, NOT_IN_CHECKPOINT, choice.transposed)
@@ -106,12 +131,13 @@ def survey(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str] = 
     return Summary(tuple(choices))
 
 
-def check_choice(module: nn.Module, summary: Summary, config: TrainWeightsConfig) -> None:
+def check_choice(choices: Choices) -> None:
     """Check a user's configuration: its selectors must select something, and no weight may have another format already.
 
     The configuration of a saved model is not checked. It may name modules that another class of the same model lacks,
     such as a head.
     """
+    config, summary = choices.config, choices.summary
     # A budget leaves quantized weights as they are. An empty plan means that there were no others: it is an error.
     reasons = (AS_SAVED,) if config.plan is None or config.plan else (AS_SAVED, LEFT_AS_SAVED)
     refused = [f"{choice.name} in {choice.format}" for choice in summary.quantized if choice.reason in reasons]
@@ -123,8 +149,7 @@ def check_choice(module: nn.Module, summary: Summary, config: TrainWeightsConfig
             "first; to keep these weights as they are, name them in modules_to_not_convert."
         )
         raise ConfigError("module", "float weights, or weights in the format of the configuration", shown, next_step)
-    names = [name for name, _ in module.named_modules(remove_duplicate=False)]
-    names += [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    names = [*choices.rules.owners, *choices.rules.aliases]
     for where, selectors in (
         ("overrides", config.overrides),
         ("modules_to_not_convert", config.modules_to_not_convert),
@@ -147,13 +172,13 @@ def aliases_of(module: nn.Module) -> dict[str, list[str]]:
     return aliases
 
 
-def _choose(name: str, parameter: Tensor, rules: _Rules) -> Choice:
-    wanted, reason = _wanted(name, parameter, rules)
+def _choose(name: str, parameter: Tensor, rules: _Rules, config: TrainWeightsConfig) -> Choice:
+    wanted, reason = _wanted(name, parameter, rules, config)
     owner = rules.owners[name.rpartition(".")[0]]
     weight = local_tensor(parameter)
     present = weight.format if isinstance(weight, QuantizedTensor) else None
     transposed = weight.transposed if present else is_transposed(owner, parameter)
-    if present and rules.config.budget is not None and reason != OVERRIDE:
+    if present and config.budget is not None and reason != OVERRIDE:
         wanted = None  # a budget counts weights that are quantized already, and chooses formats for the others
     fitting = wanted.fallback(stored_shape(parameter, transposed)) if wanted else None
     form = present or fitting
@@ -162,11 +187,11 @@ def _choose(name: str, parameter: Tensor, rules: _Rules) -> Choice:
     return Choice.of(name, owner, parameter, form, reason, transposed)
 
 
-def _wanted(name: str, parameter: Tensor, rules: _Rules) -> tuple[Format | None, str]:
+def _wanted(name: str, parameter: Tensor, rules: _Rules, config: TrainWeightsConfig) -> tuple[Format | None, str]:
     """Return the format that the rules give, and the reason if it is None or not the configured one."""
     module_name, _, leaf = name.rpartition(".")
     all_names = [option for alias in rules.aliases[name] for option in _names(alias)]
-    chosen, overridden = rules.config.format_for(all_names, rules.selected)
+    chosen, overridden = config.format_for(all_names, rules.selected)
     if not is_weight(rules.owners[module_name], leaf, parameter):
         return None, "not the weight of a linear, expert or embedding layer"
     if parameter.dtype not in FLOAT_DTYPES:
@@ -186,14 +211,14 @@ def _wanted(name: str, parameter: Tensor, rules: _Rules) -> tuple[Format | None,
     if rules.owners[module_name] in rules.routers:
         return None, ROUTER
     owners = [rules.owners[alias.rpartition(".")[0]] for alias in rules.aliases[name]]
-    if not rules.config.include_embeddings:
+    if not config.include_embeddings:
         if any(owner in rules.heads for owner in owners):
             return None, HEAD
         if any(isinstance(owner, nn.Embedding) for owner in owners):
             return None, EMBEDDING
     if not rules.skipped.isdisjoint(_names(name)):
         return None, "kept in float by the model"
-    return chosen, PLANNED if rules.config.plan else LAST_WITH_BIAS if name in rules.last_with_bias else ""
+    return chosen, PLANNED if config.plan else LAST_WITH_BIAS if name in rules.last_with_bias else ""
 
 
 def _names(name: str) -> tuple[str, str]:

@@ -1,29 +1,22 @@
-"""The choice for each parameter of a module: quantized or left alone, and why.
-
-It also warns when a module gets weights that a CPU multiplies slowly, or when its head stays too large.
-"""
+"""The choice for each parameter of a module: quantized or left alone, and why."""
 
 from __future__ import annotations
 
-import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from markupsafe import Markup, escape
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hf_trainweights import kernels
 from hf_trainweights.errors import ConfigError, CorruptFileError, QuantizationError
 from hf_trainweights.files.digests import read_calibration
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
+from hf_trainweights.notebook import html_table
 from hf_trainweights.tensor.distributed.placements import local_tensor
-from hf_trainweights.tensor.modules import parameter_places
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # Why embeddings and heads are left alone.
@@ -33,12 +26,6 @@ HEAD = "output head (include_embeddings=True quantizes it)"
 _LARGEST = 3
 _LARGE_HEAD = 0.2
 _HEAD = ("parameter", "format", "bits", "bytes", "reason")
-_MOST_ROWS = 1000
-
-_logger = logging.getLogger(__name__)
-
-# Warnings that this process has shown.
-_told: set[str] = set()
 
 
 def stored_shape(weight: Tensor, transposed: bool) -> tuple[int, ...]:
@@ -327,55 +314,3 @@ def check_not_empty(summary: Summary, config: TrainWeightsConfig) -> None:
             str(summary),
             "Quantized are nn.Linear, Conv1D and expert weights; check modules_to_not_convert and overrides.",
         )
-
-
-def html_table(caption: str, head: Sequence[str], rows: Iterable[Sequence[object]], *, folded: bool = False) -> str:
-    """Return a table as HTML, its texts escaped, of at most a thousand rows; folded, it shows only its caption.
-
-    Examples:
-        >>> html_table("sizes", ["name", "bytes"], [("<w>", 4)])
-        '<p>sizes</p><table><tr><th>name</th><th>bytes</th></tr><tr><td>&lt;w&gt;</td><td>4</td></tr></table>'
-    """
-    rows = list(rows)
-    shown = [_html_row("td", row) for row in rows[:_MOST_ROWS]]
-    if len(rows) > _MOST_ROWS:
-        shown.append(_html_row("td", [f"and {len(rows) - _MOST_ROWS} more"]))
-    table = Markup("<table>{}{}</table>").format(_html_row("th", head), Markup("").join(shown))
-    form = "<details><summary>{}</summary>{}</details>" if folded else "<p>{}</p>{}"
-    return str(Markup(form).format(caption, table))
-
-
-def _html_row(tag: str, cells: Iterable[object]) -> Markup:
-    return Markup("<tr>{}</tr>").format(
-        Markup("").join(Markup(f"<{tag}>{{}}</{tag}>").format(escape(cell)) for cell in cells)
-    )
-
-
-def say_if_slow(module: nn.Module, config: TrainWeightsConfig) -> None:
-    """Warn in one line of quantized weights whose products take longer than those of float weights, once in a process.
-
-    There is no warning of formats that were chosen for a budget, of embeddings, whose rows are looked up, or beside an
-    accelerator, to which weights may still move.
-    """
-    if config.plan is not None or torch.accelerator.is_available():
-        return
-    slow = []
-    for places in parameter_places(module).values():
-        weight = local_tensor(getattr(*places[0]))
-        is_multiplied = not all(isinstance(owner, nn.Embedding) for owner, _ in places)
-        if isinstance(weight, QuantizedTensor) and weight.device.type == "cpu" and is_multiplied:
-            slow.append(kernels.slowness(weight.format, weight.dtype))
-    _tell([text for text in dict.fromkeys(slow) if text])
-
-
-def say_if_head_is_large(summary: Summary) -> None:
-    """Warn in one line, once in a process, if a float output head is a large share of the bytes that a token reads."""
-    if summary.large_head:
-        _tell([f"{summary.large_head[0].upper()}{summary.large_head[1:]}."])
-
-
-def _tell(texts: list[str]) -> None:
-    new = [text for text in texts if text not in _told]
-    if new:
-        _told.update(new)
-        _logger.warning("%s", " ".join(new))

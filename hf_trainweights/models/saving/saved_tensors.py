@@ -8,6 +8,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,27 +38,36 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import CODED_SUFFIXES, flatten_state_dict, parse_stored_name
 
 
+@dataclass(frozen=True)
+class SaveRequest:
+    """The part of one save that Transformers does not pass to the quantizer.
+
+    Args:
+        state_dict: The tensors to save, None for the model's own.
+        spill: Files for coded tensors.
+    """
+
+    state_dict: Mapping[str, Any] | None
+    spill: Spill
+
+
 def flat_state_dict(
-    model: PreTrainedModel,
-    default: Format,
-    state_dict: Mapping[str, Any] | None,
-    guarded: bool,
-    compress: bool,
-    spill: Spill | None,
+    model: PreTrainedModel, default: Format, compress: bool, request: SaveRequest | None
 ) -> dict[str, Any]:
     """Return the plain tensors of a model that its files are to hold, a tied weight once.
 
-    Only coded tensors are new; `spill` takes them if it is given. A guard has a name that Transformers does not change;
-    `name_in_file` returns its name in the file. If `state_dict` is None, the model's own is saved.
+    Guards are among them if `save_pretrained` of this package makes the request; a guard has a name that Transformers
+    does not change, and `name_in_file` returns its name in the file. Only coded tensors are new.
     """
-    state_dict = whole_state_dict(model, state_dict)
+    state_dict = whole_state_dict(model, request.state_dict if request else None)
+    spill = request.spill if request else None
     compress = compress and not has_adapters(model)
     flat: dict[str, Any] = {}
     for name, weight in state_dict.items():
         stored = flatten_state_dict({name: weight}, default, compress)
         flat |= {key: spill.keep(tensor) if spill and _is_coded(key) else tensor for key, tensor in stored.items()}
     # Guards come first: there they open no shard of their own.
-    return _guards_of(state_dict, flat) | flat if guarded and not has_adapters(model) else flat
+    return _guards_of(state_dict, flat) | flat if request and not has_adapters(model) else flat
 
 
 def _is_coded(name: str) -> bool:

@@ -46,7 +46,7 @@ from hf_trainweights.models.saving.hub import (
     is_generated,
     read_card,
 )
-from hf_trainweights.models.saving.saved_tensors import ShardWriter, get_memory_footprint
+from hf_trainweights.models.saving.saved_tensors import SaveRequest, ShardWriter, get_memory_footprint
 from hf_trainweights.tensor.modules import as_parameter, is_quantized, parameter_places, put_parameter
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.requantizing import requantize
@@ -223,7 +223,7 @@ def _handing_over(model: PreTrainedModel, state_dict: Mapping[str, Any] | None, 
     if not hasattr(model, "hf_quantizer"):
         return model
     quantizer: Any = copy.copy(model.hf_quantizer)
-    quantizer.state_dict_to_save, quantizer.writes_guards, quantizer.spill = state_dict, True, spill
+    quantizer.save_request = SaveRequest(state_dict, spill)
     saved_model = shallow_copy(model)
     saved_model.hf_quantizer = quantizer
     return saved_model

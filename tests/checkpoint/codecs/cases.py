@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
-
 import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs import CODECS
-from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor, OwnAnchor, References
+from hf_trainweights.checkpoint.codecs.base import Codec, References
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.codecs.grouped import Grouped
 from hf_trainweights.checkpoint.codecs.moments import LogRank1, UpdateSpace
+from hf_trainweights.testing import CodecContract
 
 # A codec that is not listed is tested as its class makes it without arguments.
 _INSTANCES: dict[str, list[Codec]] = {
@@ -21,29 +20,12 @@ _INSTANCES: dict[str, list[Codec]] = {
     "grouped": [Grouped({"format": "int8"}), Grouped({"format": "int4", "group_size": 32})],
 }
 INSTANCES: list[Codec] = [codec for codec_id, kind in CODECS.items() for codec in _INSTANCES.get(codec_id) or [kind()]]
-SHAPES = [[], [0], [1], [7], [0, 5], [5, 0], [3, 5], [37, 129], [5, 4, 3, 3], [2, 2**17 + 3], [700, 200]]
-
-
-def name_of(value: object) -> str:
-    """Names a parameter in a test's id."""
-    return value.codec_id if isinstance(value, Codec) else str(value).removeprefix("torch.")
-
-
-def random_bits(shape: list[int], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Returns a tensor of any bit patterns; of a bool only the two that are allowed."""
-    generator = torch.Generator().manual_seed(seed)
-    count = torch.Size(shape).numel() * dtype.itemsize
-    raw = torch.randint(0, 2 if dtype == torch.bool else 256, [count], dtype=torch.uint8, generator=generator)
-    return raw.view(dtype).view(shape)
 
 
 def inputs(codec: Codec, shape: list[int], dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns a tensor like those the codec is made for, and its references."""
     if codec.lossless:
-        tensor = random_bits(shape, dtype, seed)
-        anchor = tensor.clone()
-        anchor.view(-1)[::3] = random_bits([anchor.view(-1)[::3].numel()], dtype, seed + 1)
-        return tensor, {"anchor": anchor}
+        return CodecContract().inputs(codec, shape, dtype, seed)
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(shape, generator=generator).mul_(0.02)
     anchor = (weight + torch.randn(shape, generator=generator).mul_(2.0**-9)).to(dtype)
@@ -59,17 +41,6 @@ def inputs(codec: Codec, shape: list[int], dtype: torch.dtype, seed: int = 0) ->
     return weight.to(dtype), {"anchor": anchor}
 
 
-def own(references: References) -> OwnAnchor:
-    """Returns copies of references, which decoding may write over."""
-    return OwnAnchor({name: each.clone() for name, each in references.items()})
-
-
-def decode(codec: Codec, encoded: EncodedTensor, like: Tensor, references: References | None = None) -> Tensor:
-    """Decodes, with the parameters sent through JSON."""
-    params = json.loads(json.dumps(encoded.params))
-    return codec.decode(encoded.payloads, params, list(like.shape), like.dtype, references)
-
-
 def error(codec: Codec, original: Tensor, decoded: Tensor, references: References) -> float:
     """Returns the largest error of an element in the unit of the codec's bound; NaN decoded to itself is none."""
     x, y = original.double(), decoded.double()
@@ -80,11 +51,3 @@ def error(codec: Codec, original: Tensor, decoded: Tensor, references: Reference
         errors = (y / x).log2().abs()
     exact = (x == y) | (x.isnan() & y.isnan())
     return errors.masked_fill(exact, 0).max().item() if errors.numel() else 0.0
-
-
-def bits_equal(left: Tensor, right: Tensor) -> bool:
-    """Says whether two tensors agree in shape, dtype and every bit."""
-    same_kind = left.dtype == right.dtype and left.shape == right.shape
-    if not same_kind or not left.numel():
-        return same_kind
-    return torch.equal(left.contiguous().view(-1).view(torch.uint8), right.contiguous().view(-1).view(torch.uint8))

@@ -3,11 +3,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from checkpoint.codecs.cases import bits_equal, decode, error
+from checkpoint.codecs.cases import error
 
 from hf_trainweights.checkpoint.codecs import delta_uniform
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform, rms_difference
 from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.testing.codecs import bits_equal, decode
 
 
 def normal(*shape, seed=0, scale=1.0):

@@ -1,10 +1,10 @@
 import pytest
 import torch
-from checkpoint.codecs.cases import decode
 
 from hf_trainweights.checkpoint.codecs.grouped import Grouped
 from hf_trainweights.errors import ConfigError, CorruptFileError, QuantizationError
 from hf_trainweights.formats import FORMATS, get_format
+from hf_trainweights.testing.codecs import decode
 
 every_format = pytest.mark.parametrize("name", FORMATS)
 

@@ -3,10 +3,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from checkpoint.codecs.cases import bits_equal, decode, error
+from checkpoint.codecs.cases import error
 
 from hf_trainweights.checkpoint.codecs.moments import LogRank1, _log2, _mantissas
 from hf_trainweights.errors import ConfigError
+from hf_trainweights.testing.codecs import bits_equal, decode
 
 
 def squares(*shape, seed=0, rank1=4.0, rest=1.0):

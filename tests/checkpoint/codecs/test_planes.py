@@ -1,9 +1,9 @@
 import pytest
 import torch
-from checkpoint.codecs.cases import bits_equal, decode
 
 from hf_trainweights.checkpoint.codecs.coding.blocks import BlockReader
 from hf_trainweights.checkpoint.codecs.exact import Planes, PlanesDelta
+from hf_trainweights.testing.codecs import bits_equal, decode
 
 
 def normal(*shape, seed=0, scale=0.02):

@@ -1,11 +1,11 @@
 import pytest
 import torch
-from checkpoint.codecs.cases import bits_equal, decode
 
 from hf_trainweights.checkpoint.codecs import exact
 from hf_trainweights.checkpoint.codecs.coding.rank1 import decode_means, encode_means, log_means
 from hf_trainweights.checkpoint.codecs.exact import Planes, PlanesRank1
 from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.testing.codecs import bits_equal, decode
 
 
 def squares(*shape, rank1=3.0, rest=1.5, seed=0):

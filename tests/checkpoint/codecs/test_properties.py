@@ -6,13 +6,14 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from checkpoint.codecs.cases import bits_equal, error
+from checkpoint.codecs.cases import error
 from hypothesis import given, settings
 
 from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.codecs.base import ALL_DTYPES, LOSSY_DTYPES
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.codecs.moments import LogRank1, UpdateSpace
+from hf_trainweights.testing.codecs import bits_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 quickly = settings(max_examples=100, deadline=None, derandomize=True, database=None)

@@ -11,6 +11,7 @@ from hf_trainweights.checkpoint import Codec, EncodedTensor, compress_directory,
 from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.codecs.base import ROLES
 from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.testing import CodecContract
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,14 @@ class Flipped(Codec):
             raise cls.corrupt("payload 0", "the bytes of the tensor", f"{payloads[0].numel()} bytes")
         payload = payloads[0].clone()
         return (payload ^ 255 if cls.param(params, "times", int) % 2 else payload).view(dtype).view(shape)
+
+
+class TestCodecOfAnotherPackage(CodecContract):
+    codecs = (Flipped(), Flipped(2))
+
+    @pytest.fixture(autouse=True)
+    def _registered(self, monkeypatch):
+        monkeypatch.setitem(CODECS, Flipped.codec_id, Flipped)
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
 import pytest
 import torch
-from checkpoint.codecs.cases import bits_equal, decode
 
 from hf_trainweights.checkpoint.codecs.moments import UpdateSpace
 from hf_trainweights.errors import ConfigError
+from hf_trainweights.testing.codecs import bits_equal, decode
 
 
 def moments(*shape, seed=0):

@@ -17,7 +17,7 @@ from hf_trainweights.checkpoint.codecs.base import ALL_DTYPES
 from hf_trainweights.checkpoint.encoded.encoder import encode_file
 from hf_trainweights.checkpoint.encoded.storage_tasks import TensorPlan
 from hf_trainweights.errors import TrainWeightsError
-from tests.checkpoint.codecs.cases import random_bits
+from hf_trainweights.testing.codecs import random_bits
 from tests.fuzz.encoded_corpus import leaves
 from tests.fuzz.target import BrokenPromiseError, Outcome, Target
 from tests.trees import fingerprint

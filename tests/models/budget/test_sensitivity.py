@@ -17,6 +17,7 @@ from hf_trainweights.models.budget import sensitivity
 from hf_trainweights.models.budget.allocation import weights_to_allocate
 from hf_trainweights.models.budget.measure import sensitivities_of_tokens
 from hf_trainweights.models.budget.sensitivity import random_tokens, sensitivities
+from hf_trainweights.models.choosing.selection import choose
 
 
 class Branches(nn.Module):
@@ -41,7 +42,7 @@ def batches() -> list[Any]:
 
 def test_a_sensitivity_is_what_noise_in_the_weight_changes(batches: list[Any]) -> None:
     module = Branches().eval()
-    found = sensitivities(module, weights_to_allocate(module, TrainWeightsConfig(bits=6)), batches)
+    found = sensitivities(module, weights_to_allocate(choose(module, TrainWeightsConfig(bits=6))), batches)
     assert found.keys() == {"loud.weight", "quiet.weight"}
     # Both weights have equal norms, and a tenth of a product is a hundredth of its square.
     assert found["loud.weight"] / found["quiet.weight"] == pytest.approx(10_000, rel=0.2)
@@ -57,7 +58,7 @@ def test_a_module_is_as_it_was_after_it_was_measured(batches: list[Any]) -> None
     module = Branches()
     module.quiet.requires_grad_(False)
     before = {name: (parameter, parameter.requires_grad) for name, parameter in module.named_parameters()}
-    sensitivities(module, weights_to_allocate(module, TrainWeightsConfig(bits=6)), batches)
+    sensitivities(module, weights_to_allocate(choose(module, TrainWeightsConfig(bits=6))), batches)
     assert module.dropout.training
     for name, parameter in module.named_parameters():
         assert (parameter, parameter.requires_grad, parameter.grad) == (*before[name], None)
@@ -66,7 +67,7 @@ def test_a_module_is_as_it_was_after_it_was_measured(batches: list[Any]) -> None
 
 def test_the_same_call_gives_the_same_numbers() -> None:
     model = ARCHITECTURES["llama"].build()
-    weights = weights_to_allocate(model, TrainWeightsConfig(bits=6))
+    weights = weights_to_allocate(choose(model, TrainWeightsConfig(bits=6)))
     with torch.random.fork_rng(devices=[]):
         first = sensitivities_of_tokens(model, weights)
     assert first == sensitivities_of_tokens(model, weights)
@@ -75,7 +76,7 @@ def test_the_same_call_gives_the_same_numbers() -> None:
 
 def test_a_float_head_tells_the_same_where_it_is_multiplied_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ARCHITECTURES["llama"].build().bfloat16()
-    weights = weights_to_allocate(model, TrainWeightsConfig(bits=6))
+    weights = weights_to_allocate(choose(model, TrainWeightsConfig(bits=6)))
     measured, heads = [], []
     forward = sensitivity._Float32Linear.forward
     monkeypatch.setattr(sensitivity, "_WIDENED_ROWS", 50)  # so that the last block is not whole
@@ -112,7 +113,7 @@ def test_a_product_in_float32_has_the_gradient_of_a_linear(
 @pytest.mark.parametrize("name", ["llama", "bert", "t5", "qwen3_moe", "gpt_oss", "gpt2"])
 def test_random_tokens_tell_of_every_weight_but_embeddings(name: str) -> None:
     model = ARCHITECTURES[name].build()
-    weights = weights_to_allocate(model, TrainWeightsConfig(bits=6))
+    weights = weights_to_allocate(choose(model, TrainWeightsConfig(bits=6)))
     found = sensitivities_of_tokens(model, weights)
     assert all(value > 0 for value in found.values())
     # The output of BERT does not depend on its pooler, nor that of a module that is never called.

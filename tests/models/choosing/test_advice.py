@@ -17,7 +17,7 @@ from hf_trainweights import TrainWeightsConfig, quantize_, quantize_directory
 from hf_trainweights.formats import FORMATS
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.models.choosing import summary
+from hf_trainweights.models.choosing import advice, summary
 from hf_trainweights.models.loading.conversion import loading_to_write
 
 INT4 = TrainWeightsConfig("int4", group_size=32)
@@ -25,7 +25,7 @@ INT4 = TrainWeightsConfig("int4", group_size=32)
 
 @pytest.fixture(autouse=True)
 def nothing_told_and_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(summary, "_told", set())
+    monkeypatch.setattr(advice, "_told", set())
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
 
 
@@ -35,7 +35,7 @@ def slow_formats(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     def say(form: Format, *_: Any) -> str | None:
         return f"{form.name} is slow." if form.name in names else None
 
-    monkeypatch.setattr(summary.kernels, "slowness", say)
+    monkeypatch.setattr(advice.kernels, "slowness", say)
 
 
 def layers(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -85,7 +85,7 @@ def test_a_model_is_told_when_it_is_quantized_as_it_is_loaded_and_when_it_is_rel
     model.save_pretrained(tmp_path / "quantized")
     AutoModelForCausalLM.from_pretrained(tmp_path / "quantized")
     assert caplog.messages == ["int4 is slow."]
-    summary._told.clear()
+    advice._told.clear()
     AutoModelForCausalLM.from_pretrained(tmp_path / "quantized")
     assert caplog.messages == ["int4 is slow."] * 2
 

@@ -145,7 +145,7 @@ def test_the_routers_of_a_model_stay_in_float(name: str) -> None:
     model = skeleton(class_name, values)
     names = names_of_routers(model)
     assert {next(end for end in expected if name.endswith("." + end)) for name in names} == expected
-    reasons = {choice.name: choice.reason for choice in choose(model, TrainWeightsConfig("int8"))}
+    reasons = {choice.name: choice.reason for choice in choose(model, TrainWeightsConfig("int8")).summary}
     assert {reasons[f"{name}.weight"] for name in names} == {ROUTER}
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import ARCHITECTURES
+from covering import exhaustive
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
@@ -29,13 +31,14 @@ from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from transformers.pytorch_utils import Conv1D
 
-from hf_trainweights import TrainWeightsConfig, quantize_, summary
+from hf_trainweights import TrainWeightsConfig, quantize_, quantize_directory, summary
 from hf_trainweights.errors import QuantizationError
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
+from hf_trainweights.models.choosing import selection
 from hf_trainweights.models.choosing.config_values import listed
-from hf_trainweights.models.choosing.selection import LAST_WITH_BIAS, choose, survey
+from hf_trainweights.models.choosing.selection import LAST_WITH_BIAS, choose, router_layers, survey
 from hf_trainweights.models.choosing.summary import Choice
 
 SIDE = {"layers": 1, "attention_heads": 2, "ffn_dim": 64}
@@ -45,7 +48,7 @@ INT4 = TrainWeightsConfig("int4", group_size=32)
 
 
 def choices(module: nn.Module, config: TrainWeightsConfig = INT4, skip: tuple[str, ...] = ()) -> dict[str, Choice]:
-    return {choice.name: choice for choice in choose(module, config, skip).tensors}
+    return {choice.name: choice for choice in choose(module, config, skip).summary.tensors}
 
 
 def outcomes(module: nn.Module, config: TrainWeightsConfig = INT4, skip: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -325,7 +328,7 @@ def test_a_tied_weight_is_known_by_all_its_names(head_first: bool, arguments: di
 def test_a_shared_module_counts_once() -> None:
     shared = nn.Linear(64, 64, bias=False)
     module = nn.ModuleDict({"first": shared, "second": shared})
-    summary = choose(module, INT4)
+    summary = choose(module, INT4).summary
     assert [choice.name for choice in summary.tensors] == ["first.weight"]
     assert summary.bytes_before == 64 * 64 * 4
     assert outcomes(module, TrainWeightsConfig("int4", overrides={"second": None})) == {"first.weight": "override"}
@@ -373,7 +376,7 @@ def test_a_model_that_is_not_tied_yet_is_taken_for_tied(
 
 def test_a_transformers_model_is_chosen_from_on_meta() -> None:
     model = tiny_llama()
-    summary = choose(model, INT4)
+    summary = choose(model, INT4).summary
     assert len(summary.quantized) == 7
     assert len(summary.tensors) == 7 + 3 + 2
     assert str(summary) == (
@@ -410,7 +413,7 @@ def test_a_table_that_the_model_makes_anew_at_each_load_is_not_quantized(tmp_pat
 def test_gpt2_is_quantized_though_it_has_no_linear_but_its_head() -> None:
     with torch.device("meta"):
         model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=64, n_layer=1, n_head=2))
-    summary = choose(model, INT4)
+    summary = choose(model, INT4).summary
     assert len(summary.quantized) == 4
     assert all(choice.transposed for choice in summary.quantized)
 
@@ -418,9 +421,27 @@ def test_gpt2_is_quantized_though_it_has_no_linear_but_its_head() -> None:
 def test_fallbacks_and_overrides_are_told_apart() -> None:
     module = nn.Sequential(nn.Linear(64, 8), nn.Linear(60, 8), nn.Linear(64, 8))
     config = TrainWeightsConfig("int4", group_size=32, overrides={"2": "int8"})
-    assert str(choose(module, config)).startswith(
+    assert str(choose(module, config).summary).startswith(
         "quantized: 1 int4 g32, 1 int8 (shape does not fit int4 g32), 1 int8 (override); left alone: 3 not "
     )
+
+
+@pytest.mark.parametrize("options", [{"bits": 4.5}, *exhaustive({"size": "200KB"}, {"format": "int8"})])
+@pytest.mark.parametrize("way", ["load", "directory", "in place"])
+def test_a_model_is_read_for_its_rules_once_before_it_gets_its_weights_and_once_after(
+    options: dict[str, Any], way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, config = ARCHITECTURES["llama"].build(), TrainWeightsConfig(**options)
+    model.save_pretrained(tmp_path / "float")
+    read: list[nn.Module] = []
+    monkeypatch.setattr(selection, "router_layers", lambda module: read.append(module) or router_layers(module))
+    if way == "load":
+        LlamaForCausalLM.from_pretrained(tmp_path / "float", quantization_config=config)
+    elif way == "directory":
+        quantize_directory(tmp_path / "float", tmp_path / "small", config)
+    else:
+        quantize_(model, config)
+    assert len(read) == 2
 
 
 @pytest.mark.parametrize("form", ["int8", "int4", "float8_e4m3"])
@@ -430,7 +451,7 @@ def test_what_is_foretold_comes_true(form: str) -> None:
     module["embed"] = nn.Embedding(8, 128)
     module["experts"] = Experts(transposed=True, hidden=128, inner=64)
     nn.init.normal_(module["conv"].weight)
-    foretold = choose(module, config)
+    foretold = choose(module, config).summary
     quantize_(module, config)
     assert survey(module, config) == foretold
     for choice in foretold.quantized:

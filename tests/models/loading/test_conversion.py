@@ -169,7 +169,7 @@ def small_model() -> nn.Module:
 
 def test_quantize_takes_lists_tensors_and_several_weights_at_once(state: LoadState) -> None:
     model = small_model()
-    summary = choose(model, TrainWeightsConfig("int8", modules_to_not_convert=["2"]))
+    summary = choose(model, TrainWeightsConfig("int8", modules_to_not_convert=["2"])).summary
     state.choices = {choice.name: choice for choice in summary.quantized}
     given = {"0.weight": [model[0].weight], "1.weight": model[1].weight, "2.weight": [model[2].weight]}
     given |= {"0.bias": model[0].bias}

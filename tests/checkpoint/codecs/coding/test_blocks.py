@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import zstandard
-from checkpoint.codecs.cases import bits_equal
 
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES
 from hf_trainweights.checkpoint.codecs.coding.blocks import (
@@ -26,6 +25,7 @@ from hf_trainweights.checkpoint.codecs.coding.blocks import (
 )
 from hf_trainweights.checkpoint.codecs.exact import Raw
 from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.testing.codecs import bits_equal
 
 NOISE = np.random.default_rng(0).integers(0, 256, 5000, np.uint8)
 

@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from checkpoint.codecs.cases import INSTANCES, SHAPES, bits_equal, decode, inputs, name_of, own
+from checkpoint.codecs.cases import INSTANCES, inputs
 
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor
 from hf_trainweights.checkpoint.codecs.coding import compiled
@@ -14,6 +14,7 @@ from hf_trainweights.checkpoint.codecs.coding.levels import EXACT, SAME, LevelWr
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.codecs.moments import LogRank1, UpdateSpace
 from hf_trainweights.files import byte_planes
+from hf_trainweights.testing.codecs import SHAPES, bits_equal, decode, name_of, own
 
 pytestmark = [
     pytest.mark.skipif(compiled.library() is None, reason="nothing was compiled: no C compiler at installation"),

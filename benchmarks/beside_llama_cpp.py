@@ -1,0 +1,200 @@
+"""Whole generation beside llama.cpp: the same codes in both, a prompt of 256 tokens, then 32 tokens.
+
+`python -m benchmarks.beside_llama_cpp` takes about 25 minutes where `llama-cpp-python` is there. It
+writes `benchmarks/results/beside_llama_cpp.json` after each model; then `python -m benchmarks.tables` writes the table
+of docs/measured/models.md. The weights are random. int8 and int4 in groups of 32, embeddings too, are written for
+llama.cpp as Q8_0 and Q4_0 by `export_gguf`, so both programs multiply the same codes. They take turns within a round.
+With one thread the figures are CPU time, which no neighbour stretches; with more they are the time on the wall.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+
+from benchmarks.llama_cpp_runs import LlamaCpp, instructions
+from benchmarks.machine import commit, cpu_flags, cpu_name, versions
+from hf_trainweights import TrainWeightsConfig, export_gguf, quantize_
+from tests.tiny_tokenizers import byte_level
+
+RESULTS = Path(__file__).parent / "results" / "beside_llama_cpp.json"
+
+# Hidden size, intermediate size, layers, heads, heads of keys and values.
+MODELS: dict[str, tuple[int, int, int, int, int]] = {
+    "135M": (576, 1536, 30, 9, 3),
+    "0.5B": (896, 4864, 24, 14, 2),
+    "1.2B": (2048, 8192, 16, 32, 8),
+    "3.2B": (3072, 8192, 28, 24, 8),
+}
+FORMATS = ("int4", "int8")
+VOCABULARY = 32000
+PROMPT_TOKENS = 256
+NEW_TOKENS = 32
+BATCH = 4
+ROUNDS = 5
+Clock = Callable[[], float]
+# llama.cpp keeps weights as they lie in the file, or packs them anew for the instructions of the processor.
+BUFFERS = {"llama.cpp, plain": False, "llama.cpp, packed": True}
+
+
+class Peer(LlamaCpp):
+    """llama.cpp with a file of the same codes."""
+
+    def run(self, clock: Clock) -> dict[str, float]:
+        """Return the seconds of the prompt, of a token after it, and of a step of `BATCH` texts."""
+        self.forget()
+        start = clock()
+        self.decode([(index, 0) for index in range(PROMPT_TOKENS)], last_only=True)
+        prompt = clock() - start
+        token = self._steps(PROMPT_TOKENS, 1, clock)
+        self.forget()
+        for text in range(BATCH):
+            self.decode([(index, text) for index in range(16)], last_only=True)
+        return {"prompt": prompt, "token": token, "batch": self._steps(16, BATCH, clock)}
+
+    def _steps(self, first: int, batch: int, clock: Clock) -> float:
+        start = clock()
+        for index in range(NEW_TOKENS):
+            self.decode([(first + index, text) for text in range(batch)], last_only=False)
+        return (clock() - start) / NEW_TOKENS
+
+
+class Ours:
+    """A quantized model in Transformers: eager, with the cache that `generate` takes."""
+
+    def __init__(self, model: LlamaForCausalLM):
+        self.model, self.tokens = model, torch.randint(VOCABULARY, (1, PROMPT_TOKENS))
+
+    @torch.inference_mode()
+    def run(self, clock: Clock) -> dict[str, float]:
+        """Return the seconds of the prompt, of a token after it, and of a step of `BATCH` texts."""
+        cache = DynamicCache(config=self.model.config)
+        start = clock()
+        self.model(self.tokens, past_key_values=cache, logits_to_keep=1)
+        prompt = clock() - start
+        token = self._steps(cache, 1, clock)
+        cache = DynamicCache(config=self.model.config)
+        self.model(self.tokens[:, :16].repeat(BATCH, 1), past_key_values=cache, logits_to_keep=1)
+        return {"prompt": prompt, "token": token, "batch": self._steps(cache, BATCH, clock)}
+
+    def _steps(self, cache: Any, batch: int, clock: Clock) -> float:
+        tokens = torch.ones(batch, 1, dtype=torch.long)
+        start = clock()
+        for _ in range(NEW_TOKENS):
+            tokens = self.model(tokens, past_key_values=cache).logits[:, -1:].argmax(-1)
+        return (clock() - start) / NEW_TOKENS
+
+
+class Compiled(Ours):
+    """The same model under `torch.compile`, whose cache keeps its shape; only tokens are compiled, not prompts."""
+
+    def __init__(self, model: LlamaForCausalLM):
+        super().__init__(model)
+        self._forward = torch.compile(model.forward, dynamic=False)
+
+    @torch.inference_mode()
+    def run(self, clock: Clock) -> dict[str, float]:
+        """Return the seconds of a token after the prompt."""
+        cache = StaticCache(config=self.model.config, max_cache_len=PROMPT_TOKENS + NEW_TOKENS)
+        self.model(self.tokens, past_key_values=cache, logits_to_keep=1)
+        token = torch.ones(1, 1, dtype=torch.long)
+        start = clock()
+        for _ in range(NEW_TOKENS):
+            token = self._forward(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+        return {"token": (clock() - start) / NEW_TOKENS}
+
+
+def quantized(name: str, form: str) -> LlamaForCausalLM:
+    """Make a model of random weights in bfloat16 and quantize it, embeddings too."""
+    hidden, intermediate, layers, heads, kv_heads = MODELS[name]
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=VOCABULARY,
+        tie_word_embeddings=False,
+    )
+    try:
+        model = LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    # Q8_0 and Q4_0 have scales of 16 bits in float16.
+    quantize_(model.half(), TrainWeightsConfig(form, group_size=32, include_embeddings=True))
+    return model.bfloat16()
+
+
+def measure(name: str, form: str, threads: int, with_compiled: bool) -> Iterator[dict[str, Any]]:
+    """Yield a row for each program and phase: seconds, and llama.cpp's best seconds over this program's."""
+    torch.set_num_threads(threads)
+    clock = time.process_time if threads == 1 else time.perf_counter
+    model = quantized(name, form)
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "model.gguf"
+        export_gguf(model, file, byte_level())
+        peers = {label: Peer(file, threads, texts=BATCH, packs=packs) for label, packs in BUFFERS.items()}
+        programs: dict[str, Any] = {"eager": Ours(model), **peers}
+        if with_compiled:
+            programs["compiled"] = Compiled(model)
+        for program in programs.values():
+            program.run(clock)
+        rounds = [{label: program.run(clock) for label, program in programs.items()} for _ in range(ROUNDS)]
+        for peer in peers.values():
+            peer.close()
+    for label in programs:
+        for phase in rounds[0][label]:
+            best = [min(times[peer][phase] for peer in peers) for times in rounds]
+            own = [times[label][phase] for times in rounds]
+            ratios = [fastest / seconds for fastest, seconds in zip(best, own, strict=True)]
+            yield {
+                "model": name,
+                "format": form,
+                "threads": threads,
+                "program": label,
+                "phase": phase,
+                "seconds": statistics.median(own),
+                "ratio": statistics.median(ratios),
+                "ratio_range": [min(ratios), max(ratios)],
+            }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["135M", "0.5B", "1.2B"])
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    options = parser.parse_args()
+    report: dict[str, Any] = {
+        "machine": {"cpu": cpu_name(), "flags": cpu_flags(), "load": os.getloadavg()[0]},
+        "versions": versions("llama_cpp_python"),
+        "llama_cpp": instructions(),
+        "commit": commit(),
+        "date": str(datetime.date.today()),
+        "rows": [],
+    }
+    for name in options.models:
+        for threads in options.threads:
+            for form in FORMATS:
+                for row in measure(name, form, threads, with_compiled=threads == 1):
+                    print(json.dumps(row), flush=True)
+                    report["rows"].append(row)
+                RESULTS.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+"""Contracts: the promises that this package makes of each format and each codec, as classes that pytest runs.
+
+Whoever writes a format or a codec subclasses one, names the subject, and runs pytest. Only tests import this package,
+because it needs pytest.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_trainweights.lazy import lazy
+
+_MODULES = {"CodecContract": "codecs", "FormatContract": "formats"}
+
+__all__ = ["CodecContract", "FormatContract"]  # pyright: ignore[reportUnsupportedDunderAll]
+
+# pytest shows the values on both sides of a failed comparison only in modules that it hears of before their import.
+_REWRITTEN = ("codecs", "formats", "format_values", "format_tensors", "values")
+pytest.register_assert_rewrite(*(f"{__name__}.{name}" for name in _REWRITTEN))
+__getattr__ = lazy(__name__, _MODULES)
