@@ -154,7 +154,7 @@ def _class_of(config: PretrainedConfig, file: GgufFile) -> tuple[type[PreTrained
 
 def _slots(model: PreTrainedModel) -> dict[str, Slot]:
     """Return the parameters of a model that a file is to hold, by name, in the model's order."""
-    choices = {choice.name: choice for choice in choose(model, _ANY).tensors}
+    choices = {choice.name: choice for choice in choose(model, _ANY).summary.tensors}
     left_out = names_not_saved(model) | tied_names(model).keys()
     slots = {}
     for name, tensor in model.state_dict().items():
