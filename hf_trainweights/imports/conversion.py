@@ -104,26 +104,31 @@ class Skeleton:
         vars(config).pop("quantization_config", None)
         try:
             with torch.device("meta"):
-                self.model = cls(config)
+                self._model = cls(config)
         except Warning:
             raise
         except Exception as error:
             # Transformers checks few settings, so a wrong one may raise an error of any class.
             expected, reason = f"what {cls.__name__} can be built of", f"{type(error).__name__}: {error}"[:200]
             raise UnsupportedError(CONFIG_NAME, expected, reason, CONFIG_AGAIN) from error
-        count = self.model.num_parameters()
+        count = self._model.num_parameters()
         if count > _WEIGHTS_PER_BYTE * size_bytes:
-            name, largest = max(self.model.named_parameters(), key=lambda named: named[1].numel())
+            name, largest = max(self._model.named_parameters(), key=lambda named: named[1].numel())
             expected = f"a model whose weights {size_bytes} bytes can hold"
             counted = f"{count} weights, most of them in {name} of shape {tuple(largest.shape)}"
             raise CorruptFileError(CONFIG_NAME, expected, counted, CONFIG_AGAIN)
 
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model."""
+        return self._model
+
     def names_in_checkpoint(self, names: Iterable[str]) -> dict[str, str]:
         """Return the checkpoint's names of those matrices that the model calls otherwise, by the model's names."""
-        parameters = dict(self.model.named_parameters())
+        parameters = dict(self._model.named_parameters())
         shapes = {name: tuple(parameters[name].shape) for name in names if name in parameters}
         shapes = {name: shape for name, shape in shapes.items() if len(shape) == 2}
-        matrices = matrices_in_checkpoint(self.model, shapes) if shapes else {}
+        matrices = matrices_in_checkpoint(self._model, shapes) if shapes else {}
         alone = {name: next(iter(rows)) for name, rows in matrices.items() if rows is not None and len(rows) == 1}
         return {name: saved for name, saved in alone.items() if saved != name}
 
@@ -131,11 +136,11 @@ class Skeleton:
         """Return the modules that keep their weight transposed, by name with and without the base model's prefix."""
         names = {
             name
-            for name, module in self.model.named_modules()
+            for name, module in self._model.named_modules()
             for parameter in module.parameters(recurse=False)
             if parameter.dim() == 2 and is_transposed(module, parameter)
         }
-        return names | {name.removeprefix(base_prefix(self.model)) for name in names}
+        return names | {name.removeprefix(base_prefix(self._model)) for name in names}
 
     def merged_experts(self) -> dict[str, tuple[tuple[int, ...], dict[str, slice]]]:
         """Return the weights of experts that the model merges and a checkpoint holds as one matrix for each expert.
@@ -144,11 +149,11 @@ class Skeleton:
         rows that the matrix takes among the `E * N` rows of the weight.
         """
         shapes: dict[str, tuple[int, ...]] = {}
-        for module_name, module in self.model.named_modules():
+        for module_name, module in self._model.named_modules():
             for leaf, parameter in module.named_parameters(recurse=False):
                 if is_experts(module, parameter) and not is_transposed(module, parameter):
                     shapes[f"{module_name}.{leaf}"] = tuple(parameter.shape)
-        matrices = matrices_in_checkpoint(self.model, shapes) if shapes else {}
+        matrices = matrices_in_checkpoint(self._model, shapes) if shapes else {}
         return {
             name: (shapes[name], {saved.removesuffix(".weight"): rows for saved, rows in saved_rows.items()})
             for name, saved_rows in matrices.items()

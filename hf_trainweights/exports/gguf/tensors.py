@@ -1,4 +1,6 @@
-"""Lay out the tensors of a GGUF file: codes and scales in blocks of 32, floats as they are.
+"""Lay out the tensors of a GGUF file: codes and scales in blocks, floats as they are.
+
+Weights that were imported from GGUF get their bytes back, see `blocks`; int8 and int4 become blocks of 32.
 
 | | bytes of a block | codes |
 |---|---|---|
@@ -22,6 +24,7 @@ from transformers import PreTrainedModel
 
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.exports.gguf.architectures import Architecture, unsupported
+from hf_trainweights.exports.gguf.blocks import ENCODERS
 from hf_trainweights.exports.gguf.metadata import rope_tensors
 from hf_trainweights.exports.gguf.rows import Origin, Take, all_rows, origins_of
 from hf_trainweights.formats.packing import unpack_int4
@@ -97,12 +100,15 @@ def _rows(tensor: Tensor, origin: Origin) -> Tensor:
 
 
 def _lay_out_quantized(name: str, weight: QuantizedTensor, take: Take) -> FileTensor:
+    shape = tuple(take(torch.empty(weight.stored_shape, device="meta")).shape)
+    if weight.format in ENCODERS and weight.scale_dtype == torch.float16:
+        encoded, encode = ENCODERS[weight.format]
+        return FileTensor(encoded, shape, lambda: encode({key: take(each) for key, each in weight.tensors.items()}))
     _check(name, weight)
     codes, scale = weight.tensors["qdata"], weight.tensors["scale"]
     count = weight.stored_shape[-1] // BLOCK_SIZE
     kind = _QUANTIZED[weight.format.name]
     blocks = _q8_0 if kind == Kind.Q8_0 else _q4_0
-    shape = tuple(take(torch.empty(weight.stored_shape, device="meta")).shape)
     return FileTensor(kind, shape, lambda: blocks(take(codes), _repeat(take(scale), count)))
 
 
