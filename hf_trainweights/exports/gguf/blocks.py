@@ -17,6 +17,13 @@ from hf_trainweights.formats.affine import Affine
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.packing import unpack_int4
 from hf_trainweights.formats.planes import unpack_planes
+from hf_trainweights.formats.table4 import Table4
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+
+IQ4_VALUES = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113.0], device="cpu")
+"""The values of IQ4_NL's and IQ4_XS's codes."""
+E2M1_VALUES = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], device="cpu") / 2
+"""The values of MXFP4's and NVFP4's codes in GGUF, which has no negative zero."""
 
 Kind = gguf.GGMLQuantizationType
 Encode = Callable[[Mapping[str, Tensor]], Tensor]
@@ -89,7 +96,15 @@ def _q6_k(codes: Tensor, numbers: Tensor, scales: Tensor) -> list[Tensor]:
     return [_joined(codes & 15, 64, 4), _joined(codes >> 4, 32, 2), scales, numbers]
 
 
-ENCODERS: dict[Format, tuple[gguf.GGMLQuantizationType, Encode]] = {
+def _iq4_xs(codes: Tensor, numbers: Tensor, scales: Tensor) -> list[Tensor]:
+    return [numbers, scales, _joined(codes, 16, 4)]
+
+
+def _mxfp4(stored: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat([stored["scale"].unsqueeze(-1), _joined(_codes(stored, 4, 32), 16, 4)], dim=-1)
+
+
+_ENCODERS: dict[Format, tuple[gguf.GGMLQuantizationType, Encode]] = {
     Affine(4, 32, "plain", "bias"): (Kind.Q4_1, _old(4, has_bias=True)),
     Affine(5, 32, "plain", "none"): (Kind.Q5_0, _old(5, has_bias=False)),
     Affine(5, 32, "plain", "bias"): (Kind.Q5_1, _old(5, has_bias=True)),
@@ -98,5 +113,18 @@ ENCODERS: dict[Format, tuple[gguf.GGMLQuantizationType, Encode]] = {
     Affine(4, 32, "k4", "none"): (Kind.Q4_K, _superblocks(4, _q4_k)),
     Affine(5, 32, "k4", "none"): (Kind.Q5_K, _superblocks(5, _q5_k)),
     Affine(6, 16, "k6", "none"): (Kind.Q6_K, _superblocks(6, _q6_k)),
+    Table4(32, "plain"): (Kind.IQ4_NL, _old(4, has_bias=False)),
+    Table4(32, "iq4_xs"): (Kind.IQ4_XS, _superblocks(4, _iq4_xs)),
+    Table4(32, "e8m0"): (Kind.MXFP4, _mxfp4),
 }
-"""The kinds of blocks that hold a format as it is stored, with the function that writes them."""
+_TABLES = {Kind.IQ4_NL: IQ4_VALUES, Kind.IQ4_XS: IQ4_VALUES, Kind.MXFP4: E2M1_VALUES}
+
+
+def encoder_of(weight: QuantizedTensor) -> tuple[gguf.GGMLQuantizationType, Encode] | None:
+    """Return the kind of blocks that holds a weight as it is stored, and the function that writes them, or None."""
+    kind, encode = _ENCODERS.get(weight.format, (None, None))
+    if kind is None or encode is None or weight.tensors["scale"].dtype not in (torch.float16, torch.uint8):
+        return None
+    table = _TABLES.get(kind)
+    is_own = table is None or bool((weight.tensors["table"] == table).all())
+    return (kind, encode) if is_own and weight.numel() else None

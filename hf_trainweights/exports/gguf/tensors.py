@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.exports.gguf.architectures import Architecture, unsupported
-from hf_trainweights.exports.gguf.blocks import ENCODERS
+from hf_trainweights.exports.gguf.blocks import encoder_of
 from hf_trainweights.exports.gguf.metadata import rope_tensors
 from hf_trainweights.exports.gguf.rows import Origin, Take, all_rows, origins_of
 from hf_trainweights.formats.packing import unpack_int4
@@ -101,9 +101,10 @@ def _rows(tensor: Tensor, origin: Origin) -> Tensor:
 
 def _lay_out_quantized(name: str, weight: QuantizedTensor, take: Take) -> FileTensor:
     shape = tuple(take(torch.empty(weight.stored_shape, device="meta")).shape)
-    if weight.format in ENCODERS and weight.scale_dtype == torch.float16:
-        encoded, encode = ENCODERS[weight.format]
-        return FileTensor(encoded, shape, lambda: encode({key: take(each) for key, each in weight.tensors.items()}))
+    if encoder := encoder_of(weight):
+        imported_kind, encode = encoder
+        by_rows = weight.tensors.keys() - set(weight.format.shared_names)
+        return FileTensor(imported_kind, shape, lambda: encode({key: take(weight.tensors[key]) for key in by_rows}))
     _check(name, weight)
     codes, scale = weight.tensors["qdata"], weight.tensors["scale"]
     count = weight.stored_shape[-1] // BLOCK_SIZE

@@ -34,6 +34,9 @@ _FILE_TYPES = {
     Kind.Q4_K: _Label.MOSTLY_Q4_K_M,
     Kind.Q5_K: _Label.MOSTLY_Q5_K_M,
     Kind.Q6_K: _Label.MOSTLY_Q6_K,
+    Kind.IQ4_NL: _Label.MOSTLY_IQ4_NL,
+    Kind.IQ4_XS: _Label.MOSTLY_IQ4_XS,
+    Kind.MXFP4: _Label.MOSTLY_MXFP4_MOE,
 }
 
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.exports.gguf.blocks import E2M1_VALUES, IQ4_VALUES
 from hf_trainweights.formats.affine import Affine
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.int4 import Int4
@@ -34,10 +35,6 @@ from hf_trainweights.formats.planes import pack_planes
 from hf_trainweights.formats.table4 import Table4
 from hf_trainweights.imports.gguf.lattices import IQ3_S_VALUES, IQ3_XXS_VALUES, decode_iq3_s, decode_iq3_xxs
 from hf_trainweights.imports.layouts.base import AGAIN
-
-# The values of GGUF's four-bit codes. MXFP4 and NVFP4 have no negative zero here.
-_IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], device="cpu")
-_E2M1 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], device="cpu") / 2
 
 
 @dataclass(frozen=True)
@@ -232,14 +229,14 @@ ALTERNATIVES: dict[str, tuple[Blocks, ...]] = {
     "Q6_K": (Blocks(Affine(6, 16, "k6", "none"), _superblock(_q6_k_codes, 6, (208, 1), (192, 16))),),
     "TQ1_0": (Blocks(Affine(2, 256, "plain", "none"), _plain(_tq1_0_codes, 2, scale_start=52)),),
     "TQ2_0": (Blocks(Affine(2, 256, "plain", "none"), _plain(_tq2_0_codes, 2, scale_start=64)),),
-    "IQ4_NL": (_table4(32, "plain", _IQ4, _plain(_NIBBLES, 4)), Blocks(Int8(32), _in_int8(_NIBBLES, _IQ4))),
+    "IQ4_NL": (_table4(32, "plain", IQ4_VALUES, _plain(_NIBBLES, 4)), Blocks(Int8(32), _in_int8(_NIBBLES, IQ4_VALUES))),
     "IQ4_XS": (
-        _table4(32, "iq4_xs", _IQ4, _superblock(lambda blocks: _runs(blocks[..., 8:], 16, 4), 4, (0, 1), (2, 6))),
+        _table4(32, "iq4_xs", IQ4_VALUES, _superblock(lambda blocks: _runs(blocks[..., 8:], 16, 4), 4, (0, 1), (2, 6))),
     ),
     "IQ3_S": (_table4(32, "iq4_xs", IQ3_S_VALUES, decode_iq3_s),),
     "IQ3_XXS": (_table4(32, "iq4_xs", IQ3_XXS_VALUES, decode_iq3_xxs),),
-    "MXFP4": (_table4(32, "e8m0", _E2M1, _mxfp4),),
-    "NVFP4": (_table4(16, "e4m3", _E2M1, _nvfp4),),
+    "MXFP4": (_table4(32, "e8m0", E2M1_VALUES, _mxfp4),),
+    "NVFP4": (_table4(16, "e4m3", E2M1_VALUES, _nvfp4),),
 }
 """The ways to hold each kind of blocks exactly, the smallest first."""
 
