@@ -137,7 +137,17 @@ def _saved_config(folder: Path, file: GgufFile) -> PretrainedConfig | None:
         expected, reason = "the configuration of a model", f"{type(error).__name__}: {error}"[:200]
         raise ConfigError(str(folder / CONFIG_NAME), expected, reason, "Download it again, or remove it.") from error
     vars(config).pop("quantization_config", None)
-    return config
+    return _of_text(config)
+
+
+def _of_text(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the configuration of the text model in a model of several parts, if that is known; a file has only it."""
+    text = config.get_text_config()
+    names = [name for name in READABLE if text is not config and getattr(transformers, name).config_class is type(text)]
+    if not names:
+        return config
+    text.architectures, text.dtype = names[:1], text.dtype or config.dtype
+    return text
 
 
 def _class_of(config: PretrainedConfig, file: GgufFile) -> tuple[type[PreTrainedModel], Architecture]:

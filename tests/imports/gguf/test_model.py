@@ -20,7 +20,14 @@ from exports.gguf_models import build as build_exported
 from gguf import GGMLQuantizationType as Kind
 from imports.gguf.files import MODELS, Kinds, all_of, mixture, write_gguf
 from tiny_tokenizers import byte_level
-from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, GptOssForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3Config,
+    GptOssConfig,
+    GptOssForCausalLM,
+    PreTrainedModel,
+)
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, export_gguf, import_directory, quantize_, verify_model
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
@@ -259,6 +266,17 @@ def test_a_configuration_and_a_tokenizer_beside_the_file_win(place: str, source:
     import_directory(source, out, base_model=None if place == "beside" else folder)
     assert json.loads((out / "config.json").read_text())["attention_dropout"] == 0.25
     assert len(AutoTokenizer.from_pretrained(out)) == 300
+
+
+def test_the_text_part_is_taken_of_a_configuration_of_several_parts(source: Path, out: Path) -> None:
+    model = quantized("gemma3", torch.float16, **MIXED, include_embeddings=True)
+    export_gguf(model, source / "model.gguf", byte_level())
+    config = Gemma3Config(text_config=model.config.to_dict(), architectures=["Gemma3ForConditionalGeneration"])
+    config.save_pretrained(source)
+    import_directory(source, out)
+    back = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float16)
+    assert (type(back), back.config.sliding_window) == (type(model), model.config.sliding_window)
+    assert_same_model(back, model.dequantize())
 
 
 def test_a_configuration_that_names_no_class_is_passed_over(source: Path, out: Path) -> None:
