@@ -41,6 +41,7 @@ bench:
 	PYTHONPATH=tests python -m benchmarks.compressed_tensors
 	python -m benchmarks.programs
 	python -m benchmarks.at_a_glance
+	python -m benchmarks.ages
 	python -m benchmarks.tables
 
 fuzz:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from benchmarks import every_architecture
 from benchmarks.checkpoints.tables import CHECKPOINT_TABLES, CheckpointTable
 from benchmarks.markdown import table
 from benchmarks.speed import tables as speed_tables
+from benchmarks.thresholds import thresholds
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -210,8 +212,8 @@ def export_formats() -> str:
         others = [name for name in formats if name not in held]
         rows.append([column, "; ".join(held) if others else "every format", "; ".join(others)])
     caption = (
-        "From the runs of [every format](measured/formats.md#what-each-format-can-do); `bits=4.5` is a budget of a"
-        " mixture."
+        "From the runs of [every format](measured/formats.md#what-each-format-can-do); "
+        "`bits=4.5` is a budget of a mixture."
     )
     return f"{table(['export', 'holds', 'refuses'], rows)}\n\n{caption}"
 
@@ -710,7 +712,18 @@ def architectures(make: Callable[[dict[str, Any]], str]) -> str:
     return make(read("every_architecture"))
 
 
+def ages() -> str:
+    """Return on which commit each table and picture was measured."""
+    pages: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for name, age in read("ages").items():
+        pages[age["page"], age["date"], age["commit"][:7]].append(name)
+    rows = [[page, ", ".join(names), date, commit] for (page, date, commit), names in sorted(pages.items())]
+    return table(["page", "tables and pictures", "date of the commit", "commit"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "ages": ages,
+    "thresholds": thresholds,
     "beside-llama-cpp": beside_llama_cpp,
     "kv-cache-speed": kv_cache_speed,
     "kv-cache-errors": kv_cache_errors,

@@ -21,8 +21,8 @@ def html_table(caption: str, head: Sequence[str], rows: Iterable[Sequence[object
     if len(rows) > _MOST_ROWS:
         shown.append(_html_row("td", [f"and {len(rows) - _MOST_ROWS} more"]))
     table = Markup("<table>{}{}</table>").format(_html_row("th", head), Markup("").join(shown))
-    form = "<details><summary>{}</summary>{}</details>" if folded else "<p>{}</p>{}"
-    return str(Markup(form).format(caption, table))
+    template = "<details><summary>{}</summary>{}</details>" if folded else "<p>{}</p>{}"
+    return str(Markup(template).format(caption, table))
 
 
 def _html_row(tag: str, cells: Iterable[object]) -> Markup:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import typer
 
+from hf_trainweights.formats import FORMATS
 from hf_trainweights_cli.main import app
 
 ROOT = Path(__file__).parent.parent
@@ -123,6 +124,11 @@ def _exists(span: str) -> bool:
         except (ImportError, AttributeError):
             return False
     return True
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_specification_has_each_format(name: str) -> None:
+    assert name in SPECIFICATION.read_text(encoding="utf-8"), "describe how a reader dequantizes it"
 
 
 @pytest.mark.parametrize("page", ["measured/checkpoints", "distributed"])

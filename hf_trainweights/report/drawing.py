@@ -57,18 +57,18 @@ class Drawing:
 
     def text(self, x: float, y: float, text: object, kind: str = "", anchor: str = "start") -> None:
         """Add a line of text, its `start`, `middle` or `end` at x, its base line at y; `kind` is a CSS class."""
-        form = '<text x="{:.1f}" y="{:.1f}" class="{}" text-anchor="{}">{}</text>'
-        self._add(form, x, y, kind, anchor, printable(text))
+        template = '<text x="{:.1f}" y="{:.1f}" class="{}" text-anchor="{}">{}</text>'
+        self._add(template, x, y, kind, anchor, printable(text))
 
     def rectangle(self, x: float, y: float, width: float, height: float, color: int | None, title: str = "") -> None:
         """Add a rectangle by its left and upper edges, an empty frame if `color` is None; `title` is a tooltip."""
-        form = '<rect x="{:.1f}" y="{:.1f}" width="{:.2f}" height="{:.2f}" class="{}">{}</rect>'
-        self._add(form, x, y, width, height, "frame" if color is None else f"s{color % COLORS}", _hint(title))
+        template = '<rect x="{:.1f}" y="{:.1f}" width="{:.2f}" height="{:.2f}" class="{}">{}</rect>'
+        self._add(template, x, y, width, height, "frame" if color is None else f"s{color % COLORS}", _hint(title))
 
     def circle(self, x: float, y: float, radius: float, color: int, title: str = "") -> None:
         """Add a filled circle by its middle; `title` is a tooltip."""
-        form = '<circle cx="{:.1f}" cy="{:.1f}" r="{}" class="s{}" fill-opacity="0.8">{}</circle>'
-        self._add(form, x, y, radius, color % COLORS, _hint(title))
+        template = '<circle cx="{:.1f}" cy="{:.1f}" r="{}" class="s{}" fill-opacity="0.8">{}</circle>'
+        self._add(template, x, y, radius, color % COLORS, _hint(title))
 
     def line(self, start: tuple[float, float], end: tuple[float, float], kind: str = "grid") -> None:
         """Add a straight line; `kind` names CSS classes: `grid` or `mark`, and perhaps `dashed`."""
@@ -100,13 +100,13 @@ class Drawing:
         return self._svg(Markup('xmlns="http://www.w3.org/2000/svg"'), sheet) + "\n"
 
     def _svg(self, attributes: Markup, sheet: Markup) -> Markup:
-        form = Markup('<svg {} viewBox="0 0 {:.0f} {:.0f}" width="{:.0f}" height="{:.0f}" role="img">\n{}{}{}\n</svg>')
+        template = '<svg {} viewBox="0 0 {:.0f} {:.0f}" width="{:.0f}" height="{:.0f}" role="img">\n{}{}{}\n</svg>'
         elements = Markup("\n").join(self._elements)
         size = (self.width, self.height) * 2
-        return form.format(attributes, *size, _hint(self.title), sheet, elements)
+        return Markup(template).format(attributes, *size, _hint(self.title), sheet, elements)
 
-    def _add(self, form: str, *values: object) -> None:
-        self._elements.append(Markup(form).format(*values))
+    def _add(self, template: str, *values: object) -> None:
+        self._elements.append(Markup(template).format(*values))
 
 
 def _hint(title: str) -> Markup:

@@ -67,7 +67,7 @@ class FormatTensors(FormatSubjects):
                 get_format({"format": subject.name, unknown: 1})
 
     def test_stored_tensors_are_those_that_it_declares(self, subject: Format) -> None:
-        """`tensor_specs`, `tensor_names` and `shape_of` tell a reader of files exactly what `quantize` stores.
+        """`tensor_specs`, `tensor_names` and `shape_of` describe the tensors that `quantize` stores.
 
         If `qdata` has another shape than the weight, `shape_of` must compute the weight's shape from it.
         """

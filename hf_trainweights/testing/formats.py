@@ -6,13 +6,16 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from hf_trainweights.errors import QuantizationError
 from hf_trainweights.files.coded_tensors import encode_tensors
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.columns import ColumnCodes
 from hf_trainweights.formats.cutting import cut_columns, cut_rows, join_columns
+from hf_trainweights.tensor.modules import as_parameter
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.testing.format_tensors import FormatTensors
 from hf_trainweights.testing.format_values import FormatValues
 from hf_trainweights.testing.values import assert_same, weight_with_outliers
@@ -39,9 +42,9 @@ class FormatContract(FormatValues, FormatTensors):
             stored = subject.quantize(weight_with_outliers(*shape))
             whole, half = subject.dequantize(stored, shape, torch.float32), (*shape[:-1], 128)
             parts = [cut_columns(subject, stored, shape, start, start + 128) for start in (0, 128)]
-            values = [subject.dequantize(part, half, torch.float32) for part in parts]
+            values = [subject.dequantize(cut, half, torch.float32) for cut in parts]
             assert torch.equal(torch.cat(values, -1), whole), "a part has other values than the weight"
-            assert all(tensor.is_contiguous() for part in parts for tensor in part.values())
+            assert all(tensor.is_contiguous() for cut in parts for tensor in cut.values())
             assert_same(join_columns(subject, parts, [128, 128]), stored)
 
     def test_columns_are_cut_at_each_step(self, subject: Format) -> None:
@@ -49,8 +52,8 @@ class FormatContract(FormatValues, FormatTensors):
         for shape in _CUT_SHAPES:
             stored, step = subject.quantize(weight_with_outliers(*shape)), subject.column_step
             whole, stop = subject.dequantize(stored, shape, torch.float32), 256 if step >= 128 else 256 - step
-            part = cut_columns(subject, stored, shape, step, stop)
-            values = subject.dequantize(part, (*shape[:-1], stop - step), torch.float32)
+            own = cut_columns(subject, stored, shape, step, stop)
+            values = subject.dequantize(own, (*shape[:-1], stop - step), torch.float32)
             assert torch.equal(values, whole[..., step:stop])
 
     @pytest.mark.parametrize(("start", "stop"), [(0, 257), (-32, 32), (64, 64), (128, 0)])
@@ -63,9 +66,22 @@ class FormatContract(FormatValues, FormatTensors):
         """Each stored tensor is `[*, N, k]`; name those that all rows share, `[*, 1, k]`, in `shared_names`."""
         for shape in _CUT_SHAPES:
             stored = subject.quantize(weight_with_outliers(*shape))
-            part = cut_rows(subject, stored, lambda tensor: tensor[..., 1:3, :])
-            values = subject.dequantize(part, (*shape[:-2], 2, 256), torch.float32)
+            own = cut_rows(subject, stored, lambda tensor: tensor[..., 1:3, :])
+            values = subject.dequantize(own, (*shape[:-2], 2, 256), torch.float32)
             assert torch.equal(values, subject.dequantize(stored, shape, torch.float32)[..., 1:3, :])
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_a_layer_computes_as_with_the_dequantized_weight(self, subject: Format, dtype: torch.dtype) -> None:
+        """A product dequantizes some rows of the weight at a time, so `dequantize_rows` takes any rows of it."""
+        weight = QuantizedTensor.quantize(weight_with_outliers(_N, _K, dtype=dtype), subject)
+        layer = nn.Linear(_K, _N, bias=False, device="meta")
+        layer.weight = as_parameter(weight)
+        for rows in (1, 5, 300):
+            x = weight_with_outliers(rows, _K, dtype=dtype, seed=rows)
+            exact = F.linear(x.double(), weight.dequantize(torch.float32).double())
+            size, allowed = exact.norm().item(), 1.5 * (F.linear(x, weight.dequantize()).double() - exact).norm().item()
+            error = (layer(x).double() - exact).norm().item()
+            assert error <= max(allowed, 0.75 * torch.finfo(dtype).eps * size, 1e-6 * size), f"{rows} rows of x"
 
     @pytest.mark.parametrize("as_bytes", [False, True])
     def test_unpacked_parts_make_the_weight(self, subject: Format, as_bytes: bool) -> None:

@@ -16,7 +16,7 @@ def weight_with_outliers(*shape: int, dtype: torch.dtype = torch.float32, seed: 
 
 
 def stored_bits(tensor: Tensor) -> list[int]:
-    """Return the bytes of a tensor, so that zeros of either sign and NaN compare as what they are."""
+    """Return the bytes of a tensor, so that zeros of either sign differ, and a NaN equals itself."""
     return tensor.contiguous().flatten().view(torch.uint8).tolist()
 
 

@@ -28,8 +28,12 @@ def uneven_weight(N: int = 96, K: int = 256, dtype: torch.dtype = torch.float32)
     return (torch.randn(N, K, generator=generator) * columns * rows / 16).to(dtype)
 
 
+# Formats whose codes are floats, which are as fine for small weights as for large ones.
+WITHOUT_GAIN = ("float8_e4m3",)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in FORMATS if name != "float8_e4m3"])
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in WITHOUT_GAIN])
 def test_columns_of_different_size_lose_less(name: str) -> None:
     weight, plain, scaled = uneven_weight(), get_format({"format": name}), column_scaled(name)
     errors = [
@@ -37,7 +41,7 @@ def test_columns_of_different_size_lose_less(name: str) -> None:
         ((form.dequantize(form.quantize(weight), weight.shape, torch.float32) - weight) / weight.std(0)).norm()
         for form in (plain, scaled)
     ]
-    assert errors[1] < 0.8 * errors[0]
+    assert errors[1] < 0.8 * errors[0], f"column scales gain {name} nothing: if its codes are floats, list it above"
 
 
 @each_dtype

@@ -29,6 +29,8 @@ from hf_trainweights.testing.values import assert_same, weight_with_outliers
 
 property_test = settings(deadline=None, derandomize=True, database=None, max_examples=20)
 
+# The formats that quantize a float weight.
+NAMES = tuple(FORMATS)
 # Formats whose codes calibration leaves as they are: those of 8 bits gain nothing.
 WITHOUT_COLUMNS = ("int8", "float8_e4m3")
 
@@ -36,7 +38,7 @@ WITHOUT_COLUMNS = ("int8", "float8_e4m3")
 def variants() -> Iterator[Format]:
     """Yield each format with its defaults, and with every usual group size and number of bits that it takes."""
     choices = [{"group_size": group_size} for group_size in (32, 64, 128)] + [{"bits": bits} for bits in (2.5, 8)]
-    for name in FORMATS:
+    for name in NAMES:
         yield get_format({"format": name})
         for chosen in choices:
             with contextlib.suppress(ConfigError):
@@ -46,10 +48,10 @@ def variants() -> Iterator[Format]:
 
 
 VARIANTS = list(variants())
-BY_DEFAULT = [get_format({"format": name}) for name in FORMATS]
+BY_DEFAULT = [get_format({"format": name}) for name in NAMES]
 CHOOSING_COLUMNS = [form for form in BY_DEFAULT if form.name not in WITHOUT_COLUMNS]
 CHOOSING_COLUMNS += [get_format({"format": name, "group_size": 32}) for name in ("uint3", "int4")]
-COLUMN_SCALED = [get_format({"format": name, "column_scale": True}) for name in FORMATS if name not in WITHOUT_COLUMNS]
+COLUMN_SCALED = [get_format({"format": name, "column_scale": True}) for name in NAMES if name not in WITHOUT_COLUMNS]
 GOLDEN_ALONE = get_format({"format": "int4", "group_size": 32, "column_scale": True})
 # What asks little of a processor, so that each change runs it.
 QUICK = ("unknown", "survives", "registered", "empty", "without_it", "neither", "changes_no", "refused_by_name")
@@ -148,10 +150,11 @@ def test_an_unknown_format_is_refused_with_the_known_ones(config: dict[str, obje
         get_format(config)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", NAMES)
 def test_each_format_can_be_exported_and_all_but_those_of_eight_bits_gain_by_calibration(name: str) -> None:
     for column_scale in (False, True):
         form = get_format({"format": name, "column_scale": column_scale})
-        assert form.unpack(form.quantize(weight_with_outliers(6, 256))) is not None
+        unpacked = form.unpack(form.quantize(weight_with_outliers(6, 256)))
+        assert unpacked is not None, "write `unpack`: each format of this package is exported as a graph"
         gains = form.columns(uneven_weight(torch.float32), torch.ones(256)) is not None
         assert gains is (name not in WITHOUT_COLUMNS), "write `columns`, or add the name to WITHOUT_COLUMNS"

@@ -181,10 +181,10 @@ def _choose(name: str, parameter: Tensor, rules: _Rules, config: TrainWeightsCon
     if present and config.budget is not None and reason != OVERRIDE:
         wanted = None  # a budget counts weights that are quantized already, and chooses formats for the others
     fitting = wanted.fallback(stored_shape(parameter, transposed)) if wanted else None
-    form = present or fitting
-    if form != wanted:
-        reason = LEFT_AS_SAVED if wanted is None else f"shape does not fit {wanted}" if form == fitting else AS_SAVED
-    return Choice.of(name, owner, parameter, form, reason, transposed)
+    chosen = present or fitting
+    if chosen != wanted:
+        reason = LEFT_AS_SAVED if wanted is None else f"shape does not fit {wanted}" if chosen == fitting else AS_SAVED
+    return Choice.of(name, owner, parameter, chosen, reason, transposed)
 
 
 def _wanted(name: str, parameter: Tensor, rules: _Rules, config: TrainWeightsConfig) -> tuple[Format | None, str]:

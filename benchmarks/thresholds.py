@@ -1,0 +1,52 @@
+"""Up to how many rows of x compiled products serve, as `kernels/cpu_features.py` decides for each kind of CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from benchmarks.markdown import table
+from hf_trainweights.formats import FORMATS, get_format
+from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.int4 import Int4
+from hf_trainweights.formats.int8 import Int8
+from hf_trainweights.kernels import compiled, cpu_features
+
+_FLOAT16 = {"amx_fp16": True, "avx512_fp16": True}
+# The library that serves each kind of CPU, and the instructions by which PyTorch's products are fast beside it.
+_CPUS: dict[str, tuple[str, dict[str, bool]]] = {
+    "AMX": ("amx", {"amx_bf16": True, **_FLOAT16}),
+    "AMX, whose library is missing or not permitted": ("avx512", {"amx_bf16": True, **_FLOAT16}),
+    "AVX512_BF16 of AMD": ("avx512_bf16", {"avx512_bf16": True, "fast_avx512_bf16": True}),
+    "AVX512_BF16 of Intel": ("avx512", {"avx512_bf16": True}),
+    "AVX512_VNNI": ("avx512", {}),
+    "AVX-VNNI": ("avx_vnni", {}),
+    "AVX2": ("avx2", {}),
+    "NEON, not measured": ("neon", {}),
+}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def thresholds() -> str:
+    """Return a table of the most rows, a line for each kind of CPU, a column for formats that it treats alike."""
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for form in _formats():
+        columns.setdefault(tuple(_cell(form, *cpu) for cpu in _CPUS.values()), []).append(str(form))
+    rows = [[name, *cells] for name, cells in zip(_CPUS, zip(*columns, strict=True), strict=True)]
+    return table(["CPU", *(", ".join(names) for names in columns.values())], rows)
+
+
+def _formats() -> list[Format]:
+    formats = [get_format({"format": name}) for name, kind in FORMATS.items() if issubclass(kind, compiled.FORMATS)]
+    return [*formats, *map(Int8, (16, 32, 64)), Int4(32), Int8(activations="int8")]
+
+
+def _cell(form: Format, library: str, features: dict[str, bool]) -> str:
+    """Return the most rows of x in float32, bfloat16 and float16; one number if they agree."""
+    description: dict[str, Any] = {"architecture": "aarch64" if library == "neon" else "x86_64", **features}
+    with patch.object(cpu_features, "capabilities", lambda: description):
+        counts = [cpu_features.most_rows(form, dtype, library) for dtype in _DTYPES]
+    shown = ["any" if count == cpu_features.ALL else str(count) for count in counts]
+    return shown[0] if len(set(shown)) == 1 else " / ".join(shown)
