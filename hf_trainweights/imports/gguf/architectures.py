@@ -6,7 +6,7 @@ import gguf
 
 from hf_trainweights.exports.gguf.architectures import ARCHITECTURES, Architecture
 
-# llama.cpp computes these as Transformers does; nobody has compared what an export of them would compute.
+# llama.cpp computes these as Transformers does. Nobody has compared an export of them with llama.cpp yet.
 READABLE = ARCHITECTURES | {
     "GptOssForCausalLM": Architecture(
         gguf.MODEL_ARCH.GPT_OSS, slides=True, alternating=True, ropes=("default", "linear", "yarn")
