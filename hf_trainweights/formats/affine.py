@@ -11,7 +11,7 @@
 
     weight = (code - zero) * scale + offset
 
-Each operation is rounded to float32, and the result to the dtype. With `rounding="each"` each operation is rounded to
+Each operation is rounded to float32, and the result to the dtype. If `rounding` is "each", each operation is rounded to
 the dtype.
 """
 
@@ -169,13 +169,15 @@ class Affine(Format):
     def unpack(self, tensors: Mapping[str, Tensor]) -> Unpacked:
         """Return codes, zero points, scales and offsets of groups."""
         codes = _codes_of(octets_of(tensors["qdata"]), self.bits)
-        scale, zeros, offset = self._parameters(tensors, codes.shape[-1])
+        scale, zeros, offset = self._parameters(tensors, codes.size(-1))
         if self.scales == "plain":
             scale = tensors["scale"]
         if isinstance(zeros, int):
             codes, zeros = (codes - zeros if zeros else codes), None
         lowest = -self._fixed_zero()
-        limits = (lowest, lowest + 2**self.bits - 1)
+        # The limits are those of zeros, too.
+        largest = lowest + 2**self.bits - (0 if self.offset == "zero_point_minus_1" else 1)
+        limits = None if self.offset == "float_zero_point" or largest > 255 else (lowest, largest)
         return Unpacked(codes, scale, limits, zeros=zeros, offset=offset)
 
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:

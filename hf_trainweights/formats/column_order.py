@@ -77,6 +77,10 @@ class ColumnOrdered(Wrapper):
         ordered = weight.detach().gather(-1, order.to(torch.int64).expand(weight.shape))
         return {**self.inner.quantize(ordered, name, shared), COLUMN_ORDER: order.clone()}
 
+    def unpack(self, tensors: Mapping[str, Tensor]) -> None:
+        """Return None: an export would have to order the columns of each input, too."""
+        del tensors
+
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
         """Return the inner format's values with each column in its own place."""
         values = self.inner.dequantize_rows(tensors, K, dtype)

@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_trainweights.formats.arithmetic import largest_magnitude
+from hf_trainweights.formats.arithmetic import FLOAT_DTYPES, largest_magnitude
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.columns import ColumnCodes, FileBits
 from hf_trainweights.formats.wrapper import Wrapper
@@ -52,7 +52,7 @@ class ColumnScaled(Wrapper):
 
     def added_dtype(self, scale_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the weight, or float32 if the scales are no floats."""
-        return scale_dtype
+        return scale_dtype if scale_dtype in FLOAT_DTYPES else torch.float32
 
     def inputs(self, x: Tensor, added: Tensor) -> Tensor:
         """Return an input times the column scales, rounded once.

@@ -29,7 +29,7 @@ from hf_trainweights.formats.arithmetic import (
 )
 from hf_trainweights.formats.base import Format, Specs
 from hf_trainweights.formats.scale_codings import E4M3, SCALE_CODINGS, check_group_size
-from hf_trainweights.formats.unpacked import Unpacked
+from hf_trainweights.formats.unpacked import Unpacked, constant
 
 _LARGEST = 448
 # The sign bit and the seven bits of exponent and mantissa at their positions in float16. Read as float16, whose
@@ -113,7 +113,7 @@ class Float8E4M3(Format):
     def unpack(self, tensors: Mapping[str, Tensor]) -> Unpacked:
         """Return the stored codes and scales, and for codes given as bytes a table of their values."""
         qdata, scale = tensors["qdata"], tensors["scale"]
-        K, size = qdata.shape[-1], self.group_size
+        K, size = constant(qdata.size(-1)), self.group_size
         if self.scales != "plain":
             scale, _ = SCALE_CODINGS[self.scales].decode(tensors, self._groups(K))
         if size is not None and K % size:

@@ -6,7 +6,7 @@
 | `e8m0` | `[*, N, G]` uint8 | | `2**(scale - 127)`; 255 is NaN |
 | `e4m3` | `[*, N, G]` float8_e4m3fn | `global_scale` `[*, N, 1]` float32 | `scale * global_scale` |
 | `e4m3_divided` | `[*, N, G]` float8_e4m3fn | `global_scale` `[*, N, 1]` float32 | `scale / global_scale` |
-| `nested` | `[*, N, G]` uint8 | see `_nested_columns` | `scale_table[scale] * outer + scale_offset` |
+| `nested` | `[*, N, G]` uint8 | see `_nested_columns` | `nested_values[scale] * outer + nested_offset` |
 | `k4` | `[*, N, 2 * S]` float16 | `group_scale` `[*, N, 12 * S]` | 6 bits times `scale`, and a minimum likewise |
 | `k2` | `[*, N, 2 * S]` float16 | `group_scale` `[*, N, 16 * S]` | 4 bits times `scale`, and a minimum likewise |
 | `k3` | `[*, N, S]` float16 | `group_scale` `[*, N, 12 * S]` | (6 bits - 32) times `scale` |
@@ -14,9 +14,10 @@
 | `iq4_xs` | `[*, N, S]` float16 | `group_scale` `[*, N, 6 * S]` | (6 bits - 32) times `scale` |
 
 G is the number of groups of a row, and S = K // 256 its number of superblocks. Files have one `global_scale` and one
-`scale_offset` for a weight; here each row has them, so that rows of several weights can be put together.
+`nested_offset` for a weight; here each row has them, so that rows of several weights can be put together.
 The bytes of `group_scale` are those of GGUF's blocks, in their order. Every product of a float16 number and a small
-integer is exact in float32. The ops are those that every exporter of PyTorch writes.
+integer is exact in float32. The ops are those that every exporter of PyTorch writes,
+and sizes are read by `size(-1)`: TorchScript records `shape[-1]` as the dimension that it is in its example.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from torch import Tensor
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats.arithmetic import as_bytes
 from hf_trainweights.formats.base import Format
-from hf_trainweights.formats.unpacked import fields_of, look_up_by_matrix
+from hf_trainweights.formats.unpacked import constant, fields_of, look_up_by_matrix
 
 SUPERBLOCK = 256
 """The number of columns of a superblock of GGUF."""
@@ -98,14 +99,19 @@ def _decode_e8m0(tensors: Mapping[str, Tensor], groups: int) -> GroupScales:
     return GroupScales(look_up_by_matrix(_E8M0, tensors["scale"]))
 
 
+def _octets(scale: Tensor) -> Tensor:
+    """Return float8 as bytes, and bytes unchanged: TorchScript records no view as the same dtype."""
+    return scale if scale.dtype == torch.uint8 else as_bytes(scale)
+
+
 def _decode_e4m3(tensors: Mapping[str, Tensor], groups: int) -> GroupScales:
     del groups
-    return GroupScales(look_up_by_matrix(E4M3, as_bytes(tensors["scale"])) * tensors["global_scale"])
+    return GroupScales(look_up_by_matrix(E4M3, _octets(tensors["scale"])) * tensors["global_scale"])
 
 
 def _decode_e4m3_divided(tensors: Mapping[str, Tensor], groups: int) -> GroupScales:
     del groups
-    return GroupScales(look_up_by_matrix(E4M3, as_bytes(tensors["scale"])) / tensors["global_scale"])
+    return GroupScales(look_up_by_matrix(E4M3, _octets(tensors["scale"])) / tensors["global_scale"])
 
 
 def outer_count(groups: int) -> int:
@@ -125,20 +131,21 @@ def _nested_columns(groups: int, scale_dtype: torch.dtype) -> Columns:
     del scale_dtype
     return {
         "scale": (groups, torch.uint8),
-        "scale_table": (256, torch.float32),
+        "nested_values": (256, torch.float32),
         "outer_scale": (outer_count(groups), torch.float32),
         "phase": (1, torch.uint8),
-        "scale_offset": (1, torch.float32),
+        "nested_offset": (1, torch.float32),
     }
 
 
 def _decode_nested(tensors: Mapping[str, Tensor], groups: int) -> GroupScales:
     outer = tensors["outer_scale"]
-    if outer.shape[-1] > 1:
+    count = constant(outer.size(-1))
+    if count > 1:
         places = torch.arange(groups, device=outer.device) + tensors["phase"].to(torch.int64)
-        outer = outer.gather(-1, torch.floor_divide(places, OUTER_GROUPS).clamp(max=outer.shape[-1] - 1))
-    blocks = look_up_by_matrix(tensors["scale_table"], tensors["scale"])
-    return GroupScales(blocks * outer + tensors["scale_offset"])
+        outer = outer.gather(-1, torch.floor_divide(places, OUTER_GROUPS).clamp(max=count - 1))
+    blocks = look_up_by_matrix(tensors["nested_values"], tensors["scale"])
+    return GroupScales(blocks * outer + tensors["nested_offset"])
 
 
 def _superblocks(
@@ -207,7 +214,7 @@ SCALE_CODINGS: dict[str, ScaleCoding] = {
     "e8m0": ScaleCoding(lambda groups, _: {"scale": (groups, torch.uint8)}, _decode_e8m0),
     "e4m3": _with_global_scale(_decode_e4m3),
     "e4m3_divided": _with_global_scale(_decode_e4m3_divided),
-    "nested": ScaleCoding(_nested_columns, _decode_nested, shared_names=("scale_table",)),
+    "nested": ScaleCoding(_nested_columns, _decode_nested, shared_names=("nested_values",)),
     "k4": _superblocks(32, 2, 12, _decode_k4),
     "k2": _superblocks(16, 2, 16, _decode_k2),
     "k3": _superblocks(16, 1, 12, _decode_k3),

@@ -47,7 +47,7 @@ class Table4(Format):
     name: ClassVar[str] = "table4"
     is_import_only: ClassVar[bool] = True
     tensor_names: ClassVar[tuple[str, ...]] = (
-        *("qdata", "scale", "global_scale", "scale_table", "outer_scale", "phase", "scale_offset", "group_scale"),
+        *("qdata", "scale", "global_scale", "nested_values", "outer_scale", "phase", "nested_offset", "group_scale"),
         "table",
     )
     group_size: int = 32
@@ -110,7 +110,7 @@ class Table4(Format):
         indices, table = nibbles_of(octets_of(tensors["qdata"])), tensors["table"]
         scale = tensors["scale"]
         if self.scales != "plain":
-            scale, _ = self.coding.decode(tensors, indices.shape[-1] // self.group_size)
+            scale, _ = self.coding.decode(tensors, indices.size(-1) // self.group_size)
         return Unpacked(indices, scale, None, table=table)
 
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ class Unpacked:
     Args:
         codes: The unpacked codes, one for each weight, `[*, N, K]`, any dtype.
         scale: `[*, N, G]`, or `[*, N, 1]` for one scale a row.
-        limits: The smallest and the largest number; None if numbers are not integers.
+        limits: The smallest and the largest number, and zero; None if they are no integers of at most 8 bits.
         unit: The number that code 1 stands for, if there is no table.
         table: The number that each code stands for, float32 `[n]`, or `[*, 1, n]` for each matrix; None if that is the
             code times `unit`.
@@ -80,6 +81,13 @@ def look_up_by_matrix(table: Tensor, codes: Tensor) -> Tensor:
         matrices = torch.arange(table.numel() // count, device=codes.device) * count
         codes = codes.to(torch.int32) + matrices.to(torch.int32).view(*table.shape[:-2], 1, 1)
     return look_up(table.flatten(), codes)
+
+
+def constant(size: int) -> int:
+    """Return the size of a stored tensor as a number that is no part of a traced graph: no input changes it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)  # pyright: ignore[reportPrivateImportUsage]
+        return int(size)
 
 
 def octets_of(words: Tensor) -> Tensor:

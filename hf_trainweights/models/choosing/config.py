@@ -246,7 +246,8 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         Raises:
             ConfigError: A key is unknown: another version's, or misspelt. Or a format holds weights of files alone.
         """
-        for where, value in {"format": self.default_format.get_config(), **(self.overrides or {})}.items():
+        overrides = {f"overrides[{name!r}]": value for name, value in (self.overrides or {}).items()}
+        for where, value in {"format": self.default_format.get_config(), **overrides}.items():
             form = format_of(value)
             if form is not None and form.is_import_only:
                 expected, next_step = "a format that floats are quantized to", f"Choose {form.for_new_values()}."
