@@ -85,6 +85,30 @@ def embeddings() -> str:
     return f"{table(header, rows)}\n\n{caption}"
 
 
+def gguf_import() -> str:
+    """Return the format of each kind of GGUF blocks."""
+    report = read("gguf_import")
+    rows = [
+        [
+            row["kind"],
+            f"`{row['format']}`",
+            f"{row['source_bits']:.2f}",
+            f"{row['bits']:.2f}",
+            ", ".join(row["exact"]) or "none",
+            f"{row['million_weights_per_second']:.0f}",
+            f"{row['times_as_fast_as_gguf']:.1f}",
+        ]
+        for row in report["rows"]
+    ]
+    header = ["kind", "becomes", "bits in the file", "bits here", "equal bit for bit in"]
+    header += ["million weights a second", "times as fast as gguf"]
+    caption = (
+        f"{report['cpu']}, one thread, by CPU time. gguf {report['versions']['gguf']} dequantizes by numpy; its values "
+        "are those compared."
+    )
+    return f"{table(header, rows)}\n\n{caption}"
+
+
 def demo() -> str:
     """Return what the demo measured."""
     report = read("demo")
@@ -770,6 +794,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality": quality,
     "curve": curve,
     "embeddings": embeddings,
+    "gguf_import": gguf_import,
     "calibration": calibration,
     "cuda-products": cuda_products,
     "cuda-model": cuda_model,

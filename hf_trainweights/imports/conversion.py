@@ -134,6 +134,11 @@ class Skeleton:
             counted = f"{count} weights, most of them in {name} of shape {tuple(largest.shape)}"
             raise CorruptFileError(CONFIG_NAME, expected, counted, CONFIG_AGAIN)
 
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model."""
+        return self._model
+
     def names_in_checkpoint(self, names: Iterable[str]) -> dict[str, str]:
         """Return the checkpoint's names of those matrices that the model calls otherwise, by the model's names."""
         parameters = dict(self._model.named_parameters())
@@ -178,9 +183,18 @@ def convert(source: Source, layout: Layout, skeleton: Skeleton, target: Path) ->
     ConfigError: no weight is quantized. UnsupportedError: no format can hold a weight exactly.
     """
     formats: Counter[Format] = Counter()
+    write_tensors(target, _converted(source, layout, skeleton, formats, Spill(target)))
+    if not formats:
+        reason = "none: its weights are float, or lie under names that its layout does not have"
+        raise ConfigError(str(source.directory), "quantized weights, as config.json says", reason, AGAIN)
+    return formats
+
+
+def write_tensors(target: Path, groups: Iterable[Mapping[str, Tensor]]) -> None:
+    """Write tensors, which come in groups, as a checkpoint into an empty directory."""
     shards, waiting, waiting_bytes = 0, {}, 0
     weight_map: dict[str, str] = {}
-    for tensors in _converted(source, layout, skeleton, formats, Spill(target)):
+    for tensors in groups:
         waiting |= tensors
         waiting_bytes += sum(tensor.nbytes for tensor in tensors.values())
         if waiting_bytes >= _SHARD_BYTES:
@@ -189,12 +203,8 @@ def convert(source: Source, layout: Layout, skeleton: Skeleton, target: Path) ->
             waiting, waiting_bytes = {}, 0
     if waiting:
         weight_map |= _write_shard(target, shards + 1, waiting)
-    if not formats:
-        reason = "none: its weights are float, or lie under names that its layout does not have"
-        raise ConfigError(str(source.directory), "quantized weights, as config.json says", reason, AGAIN)
     index = {"metadata": {}, "weight_map": weight_map}
     (target / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    return formats
 
 
 def _write_shard(target: Path, number: int, tensors: dict[str, Tensor]) -> dict[str, str]:

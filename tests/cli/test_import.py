@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from imports.gguf.files import all_of, write_gguf
 from imports.writers import gptq, write_model
 from typer.testing import CliRunner
 
@@ -48,3 +49,14 @@ def test_a_model_that_is_nowhere_is_one_line_that_says_where_it_was_looked_for(t
     assert result.exit_code == 1
     assert len(result.stderr.splitlines()) == 1
     assert "expected a path, or the id of a model on the Hub" in result.stderr
+
+
+@pytest.mark.slow
+def test_import_reads_the_gguf_file_that_a_pattern_selects(tmp_path: Path) -> None:
+    for kind in ("Q4_K", "Q8_0"):
+        write_gguf(tmp_path / "source" / f"tiny-{kind}.gguf", kinds=all_of(kind))
+    arguments = ["import", str(tmp_path / "source"), str(tmp_path / "out")]
+    assert "found 2: tiny-Q4_K.gguf, tiny-Q8_0.gguf" in CliRunner().invoke(app, arguments).stderr
+    result = CliRunner().invoke(app, [*arguments, "--file", "*Q4_K*"])
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "affine4 k4" in result.stdout

@@ -22,7 +22,8 @@ from hf_trainweights.checkpoint.encoded.storage_tasks import Plan, TensorPlan
 from hf_trainweights.checkpoint.encoded.structure import anchor_file_name
 from hf_trainweights.checkpoint.encoded.tree import Key, KeyPath
 from hf_trainweights.checkpoint.manifest import FileEntry
-from hf_trainweights.checkpoint.planning.policy import OPTIMIZER_ROLES, Policy
+from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.planning.update_rules import OPTIMIZER_ROLES
 from hf_trainweights.checkpoint.run.checkpoints import file_problem
 from hf_trainweights.checkpoint.run.job import SaveJob
 from hf_trainweights.checkpoint.run.weight_files import is_lossy

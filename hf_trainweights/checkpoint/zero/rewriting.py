@@ -30,7 +30,8 @@ from hf_trainweights.checkpoint.manifest import (
     reported_rounding,
 )
 from hf_trainweights.checkpoint.planning.optimizers import STATES_KEY, states_entry
-from hf_trainweights.checkpoint.planning.policy import LOSSY_MODES, OPTIMIZER_ROLES
+from hf_trainweights.checkpoint.planning.policy import LOSSY_MODES
+from hf_trainweights.checkpoint.planning.update_rules import OPTIMIZER_ROLES
 from hf_trainweights.checkpoint.run.anchors import AnchorRecord, unused_anchors
 from hf_trainweights.checkpoint.run.checkpoints import (
     anchor_problem,
