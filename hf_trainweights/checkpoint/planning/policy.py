@@ -226,13 +226,13 @@ class Policy:
             flat = {key: value for key, (_, value) in paths.items()}
             rule = next((rule for rule in rules.get(index, ()) if rule.fits(flat)), None)
             for key, tensor in _tensors(flat).items():
-                state = state_of(rule, key)
-                codecs = _codecs(choose(state.role, name), state.role, tensor)
+                moment = state_of(rule, key)
+                codecs = _codecs(choose(moment.role, name), moment.role, tensor)
                 if rule and rule.is_norm(key):
                     codecs = tuple(map(_in_units_of_a_norm, codecs))
                 is_relative = any("exp_avg_sq" in codec.references for codec in codecs)
-                square = paths[state.square][0] if is_relative and state.square else None
-                plan[paths[key][0]] = TensorPlan(state.role, name, codecs, exp_avg_sq=square)
+                square = paths[moment.square][0] if is_relative and moment.square else None
+                plan[paths[key][0]] = TensorPlan(moment.role, name, codecs, exp_avg_sq=square)
         return plan
 
     @cached_property
