@@ -465,8 +465,8 @@ def zero() -> str:
     caption = (
         f"The last of three saves, each {report['steps'] // 3} steps after the one before, of a Llama of 3.4 million "
         f"parameters in bfloat16 on two ranks; DeepSpeed {report['versions']['deepspeed']}, AdamW. The last columns "
-        "are of the weights, and of the mean loss, after DeepSpeed has loaded that save and trained five steps more; both "
-        "are compared with the plain save."
+        "are of the weights, and of the mean loss, after DeepSpeed has loaded that save and trained five steps more, "
+        "compared with the plain save."
     )
     return f"{table(header, rows)}\n\n{caption}"
 
