@@ -489,9 +489,9 @@ def zero() -> str:
     header = ["", "mode", "plain, MB", "small, MB", "ratio", "weights equal", "loss differs by"]
     caption = (
         f"The last of three saves, each {report['steps'] // 3} steps after the one before, of a Llama of 3.4 million "
-        f"parameters in bfloat16 on two ranks; DeepSpeed {report['versions']['deepspeed']}, AdamW. The last columns are"
-        " of the weights, and of the mean loss, after DeepSpeed has loaded that save and trained five steps more; both "
-        "are compared with the plain save."
+        f"parameters in bfloat16 on two ranks; DeepSpeed {report['versions']['deepspeed']}, AdamW. The last columns "
+        "are of the weights, and of the mean loss, after DeepSpeed has loaded that save and trained five steps more, "
+        "compared with the plain save."
     )
     return f"{table(header, rows)}\n\n{caption}"
 

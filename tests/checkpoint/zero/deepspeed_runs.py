@@ -28,10 +28,6 @@ def config(stage: int, **options: Any) -> dict[str, Any]:
     return {"zero_optimization": zero, "zero_allow_untested_optimizer": True, **options}
 
 
-def hashed(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().float().clone() for name, tensor in weights.items()}
-
-
 def whole_weights(model: Any, stage: int) -> dict[str, torch.Tensor]:
     """Return a copy of all parameters, which ZeRO 3 gathers first."""
     import deepspeed

@@ -91,7 +91,7 @@ def write_zero(
         for rank in range(ranks):
             states = _states_of_third(values, groups, rank, ranks) if stage == 3 else {}
             states = states or _states_of_second(values, groups, rank, ranks, stage)
-            for flat in states.get("fp32_flat_groups", states.get("single_partition_of_fp32_groups")):
+            for flat in states["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"]:
                 flat.requires_grad_()
             state = {"optimizer_state_dict": states, "ds_config": {}, "ds_version": "0.19.8"}
             torch.save(state, tag / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
