@@ -24,7 +24,7 @@ from hf_trainweights.formats.packing import pack_int4
 
 # The magnitudes of the lattices by their numbers. IQ3_XXS's are a quarter of ggml's here, and its scales four times.
 _ODD = torch.arange(1, 16, 2, dtype=torch.float32, device="cpu")
-_XXS = torch.tensor([1, 3, 5, 7, 9, 11, 13, 15.5], device="cpu")
+_XXS = torch.tensor([1, 3, 5, 7, 9, 11, 13, 15.5], dtype=torch.float32, device="cpu")
 IQ3_S_VALUES, IQ3_XXS_VALUES = torch.cat([_ODD, -_ODD]), torch.cat([_XXS, -_XXS])
 
 

@@ -122,7 +122,7 @@ def _factors(file: GgufFile, name: str, slot: Slot, count: int) -> Tensor:
     """Return the number for each of `count` rows: a file may have one for an NVFP4 weight, or one for each expert."""
     scale_name = f"{name.removesuffix('.weight')}.scale"
     if scale_name not in file.tensors:
-        return torch.ones(count)
+        return torch.ones(count, dtype=torch.float32)
     tensor = file.tensors[scale_name]
     counts = {1, *slot.shape[:-2]}
     values = tensor.data.flatten().view(torch.float32) if tensor.kind.name == "F32" else torch.empty(0)

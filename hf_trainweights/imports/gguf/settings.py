@@ -212,7 +212,7 @@ class _Settings:
 
     def _llama3(self, theta: float, turned: int) -> dict[str, Any]:
         """Return the settings whose divisors are those of the file: Llama 3's, with a factor of any size."""
-        divisors = torch.tensor(_numbers(self._file.tensors["rope_freqs.weight"]))
+        divisors = torch.tensor(_numbers(self._file.tensors["rope_freqs.weight"]), dtype=torch.float32)
         rope = {"rope_type": "llama3", "rope_theta": theta, "factor": float(divisors.max()), **_LLAMA3}
         wanted = llama3_factors(rope, turned)
         if wanted.shape == divisors.shape and torch.allclose(wanted, divisors, rtol=1e-5):

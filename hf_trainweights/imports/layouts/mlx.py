@@ -137,5 +137,5 @@ def _of_mode(name: str, mode: str, octets: Tensor, scale: Tensor) -> QuantizedTe
         return float8_weight(name, octets.view(torch.float8_e4m3fn), scale, (1, group_size))
     if mode == "mxfp4":
         return table_weight(name, octets, group_size, "e8m0", {"scale": exponents(name, scale)})
-    scales = {"scale": scale.view(torch.float8_e4m3fn), "global_scale": torch.ones(len(scale), 1)}
+    scales = {"scale": scale.view(torch.float8_e4m3fn), "global_scale": torch.ones(len(scale), 1, dtype=torch.float32)}
     return table_weight(name, octets, group_size, "e4m3", scales)

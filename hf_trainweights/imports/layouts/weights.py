@@ -202,7 +202,7 @@ def table_weight(
     if group_size % _GROUP_STEP or K % group_size:
         expected = f"groups of a multiple of {_GROUP_STEP} columns that divides {K}"
         raise unsupported(name, expected, f"groups of {group_size}")
-    values = torch.tensor(E2M1) if table is None else table.float()
+    values = torch.tensor(E2M1, dtype=torch.float32) if table is None else table.float()
     for key, tensor in {**tensors, "table": values}.items():
         if tensor.is_floating_point() and not bool(tensor.float().isfinite().all()):
             raise CorruptFileError(name, f"finite numbers ({key})", "NaN or Inf", AGAIN)
