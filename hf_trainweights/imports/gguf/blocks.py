@@ -26,12 +26,10 @@ from torch import Tensor
 
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.exports.gguf.blocks import E2M1_VALUES, IQ4_VALUES
-from hf_trainweights.formats.affine import Affine
+from hf_trainweights.formats.affine import Affine, pack_codes
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.formats.packing import pack_int4
-from hf_trainweights.formats.planes import pack_planes
 from hf_trainweights.formats.table4 import Table4
 from hf_trainweights.imports.gguf.lattices import IQ3_S_VALUES, IQ3_XXS_VALUES, decode_iq3_s, decode_iq3_xxs
 from hf_trainweights.imports.layouts.base import AGAIN
@@ -67,12 +65,6 @@ def _fields(octets: Tensor, bits: int) -> Tensor:
 def _runs(octets: Tensor, size: int, bits: int) -> Tensor:
     """Return the fields of bytes `[*, b]` as `_fields` does, of one run of `size` bytes after another."""
     return _fields(octets.unflatten(-1, (-1, size)), bits).flatten(-2)
-
-
-def _packed(codes: Tensor, bits: int) -> Tensor:
-    """Pack uint8 codes `[n, blocks, columns]` as `affine` and `table4` do."""
-    rows = codes.flatten(1)
-    return pack_int4(rows.view(torch.int8) - 8) if bits == 4 else pack_planes(rows, bits)
 
 
 # Codes, uint8 `[n, blocks, columns of a block]`.
@@ -142,7 +134,7 @@ def _plain(
     """Return the decoder of blocks with a float16 scale each, and perhaps a float16 bias."""
 
     def decode(blocks: Tensor) -> dict[str, Tensor]:
-        stored = {"qdata": _packed(codes(blocks), bits), "scale": _halves(blocks, scale_start)}
+        stored = {"qdata": pack_codes(codes(blocks).flatten(1), bits), "scale": _halves(blocks, scale_start)}
         return stored if bias_start is None else {**stored, "bias": _halves(blocks, bias_start)}
 
     return decode
@@ -156,7 +148,11 @@ def _superblock(
     def decode(blocks: Tensor) -> dict[str, Tensor]:
         start, count = octets
         group_scale = blocks[..., start : start + count].flatten(1)
-        return {"qdata": _packed(codes(blocks), bits), "scale": _halves(blocks, *scale), "group_scale": group_scale}
+        return {
+            "qdata": pack_codes(codes(blocks).flatten(1), bits),
+            "scale": _halves(blocks, *scale),
+            "group_scale": group_scale,
+        }
 
     return decode
 
@@ -181,16 +177,16 @@ def _q3_k_in_six_bits(blocks: Tensor) -> dict[str, Tensor]:
     low, high = _fields(octets[..., :8], 4), _fields(octets[..., 8:], 2)
     scales = (high.bitwise_left_shift_(4).bitwise_or_(low)).view(torch.int8).sub_(32).view(torch.uint8)
     codes = _q3_k_codes(blocks).add_(32 - 4)
-    return {"qdata": _packed(codes, 6), "scale": _halves(blocks, 108), "group_scale": scales.flatten(1)}
+    return {"qdata": pack_codes(codes.flatten(1), 6), "scale": _halves(blocks, 108), "group_scale": scales.flatten(1)}
 
 
 def _mxfp4(blocks: Tensor) -> dict[str, Tensor]:
-    return {"qdata": _packed(_fields(blocks[..., 1:], 4), 4), "scale": blocks[..., 0].contiguous()}
+    return {"qdata": pack_codes(_fields(blocks[..., 1:], 4).flatten(1), 4), "scale": blocks[..., 0].contiguous()}
 
 
 def _nvfp4(blocks: Tensor) -> dict[str, Tensor]:
     scale = blocks[..., :4].flatten(1).view(torch.float8_e4m3fn)
-    return {"qdata": _packed(_runs(blocks[..., 4:], 8, 4), 4), "scale": scale}
+    return {"qdata": pack_codes(_runs(blocks[..., 4:], 8, 4).flatten(1), 4), "scale": scale}
 
 
 def _table4(group_size: int, scales: str, values: Tensor, decode: _Decode) -> Blocks:

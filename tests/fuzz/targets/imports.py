@@ -181,17 +181,21 @@ class ImportedDirectories(Target):
         return ChangedSource(base, tuple(changes), tree)
 
     def run(self, given: ChangedSource) -> Outcome:
-        source, out = write_tree(self.directory / "source", given.tree), self.directory / "made" / "out"
-        write_tree(out.parent, {})
-        try:
-            import_directory(source, out)
-        except TrainWeightsError as error:
-            if left := sorted(path.name for path in out.parent.iterdir()):
-                raise BrokenPromiseError(f"a refused import left {left}") from error
-            raise
-        if not verify_model(out).ok:
-            raise BrokenPromiseError("an import wrote a model that does not verify")
-        return Outcome.ACCEPTED
+        return import_whole_or_not_at_all(write_tree(self.directory / "source", given.tree), self.directory / "made")
+
+
+def import_whole_or_not_at_all(source: Path, directory: Path) -> Outcome:
+    """Import a source into an empty directory; what is written verifies, and a refusal leaves nothing."""
+    out = write_tree(directory, {}) / "out"
+    try:
+        import_directory(source, out)
+    except TrainWeightsError as error:
+        if left := sorted(path.name for path in directory.iterdir()):
+            raise BrokenPromiseError(f"a refused import left {left}") from error
+        raise
+    if not verify_model(out).ok:
+        raise BrokenPromiseError("an import wrote a model that does not verify")
+    return Outcome.ACCEPTED
 
 
 def _change_config(rng: random.Random, saved: dict[str, Content], tree: dict[str, Content]) -> None:
