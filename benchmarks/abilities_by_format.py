@@ -18,6 +18,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
+from weights import random_codes
 
 from benchmarks.abilities import IDS, digests
 from benchmarks.machine import cpu_name, versions
@@ -46,6 +48,7 @@ from hf_trainweights import (
 )
 from hf_trainweights.errors import TrainWeightsError
 from hf_trainweights.exports import OnnxModel, export_onnx
+from hf_trainweights.formats import get_format
 
 RESULT = Path(__file__).parent / "results" / "abilities_by_format.json"
 LIMIT_SECONDS = 1500
@@ -68,10 +71,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "codebook4": {"format": "codebook4"},
     **{f"uint{bits}": {"format": f"uint{bits}"} for bits in range(2, 7)},
     "coded": {"format": "coded"},
+    "affine": {"format": "affine", "bits": 4},
+    "float8_e4m3, groups of 128": {"format": "float8_e4m3", "group_size": 128},
     "int4, column scales": {"format": "int4", "group_size": 32, "column_scale": True},
     "uint4, column scales": {"format": "uint4", "column_scale": True},
     "bits=4.5": {"bits": 4.5},
 }
+# Formats of weights that other programs quantized. Their stored tensors are random here.
+OF_FILES: dict[str, dict[str, Any]] = {
+    "affine, scales of GGUF's Q4_K": {"format": "affine", "group_size": 32, "scales": "k4", "offset": "none"},
+    "affine, bias (MLX)": {"format": "affine", "group_size": 64, "offset": "bias"},
+    "table4, e8m0 (MXFP4)": {"format": "table4", "group_size": 32, "scales": "e8m0"},
+    "table4, nested (NF4)": {"format": "table4", "group_size": 64, "scales": "nested"},
+    "float8_e4m3, e8m0 (MXFP8)": {"format": "float8_e4m3", "group_size": 32, "scales": "e8m0"},
+    "affine, ordered columns (GPTQ)": {"format": "affine", "column_order": True},
+}
+CONFIGS |= {name: {"format": "int8", "overrides": {"re:.*": form}} for name, form in OF_FILES.items()}
+
+
+def made(name: str) -> AbstractContextManager[None]:
+    """Return a context in which weights get random stored tensors, if the format is one of files alone."""
+    return random_codes(get_format(OF_FILES.get(name, {"format": "int8"})))
 
 
 class Trial:
@@ -89,7 +109,8 @@ class Trial:
         """Return a model that is quantized as it is loaded."""
         config = TrainWeightsConfig(**CONFIGS[self.name])
         source = self.directory.parent / "float"
-        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, quantization_config=config).eval()
+        with made(self.name):
+            return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, quantization_config=config).eval()
 
     def saved(self) -> Path:
         """Return the directory of a saved model, written once."""
@@ -191,7 +212,8 @@ def layers(trial: Trial) -> tuple[Layers, Tensor]:
     """Return quantized layers, and what they compute with dequantized weights."""
     torch.manual_seed(0)
     model = Layers().eval()
-    quantize_(model, TrainWeightsConfig(**CONFIGS[trial.name], include_embeddings=True))
+    with made(trial.name):
+        quantize_(model, TrainWeightsConfig(**CONFIGS[trial.name], include_embeddings=True))
     plain = copy.deepcopy(model)
     dequantize_(plain)
     with torch.no_grad():

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from hf_trainweights.formats.affine import Affine
 from hf_trainweights.formats.base import Format
 
 CODES_PER_WORD = 8
@@ -27,7 +28,8 @@ def quantize(form: Format, weight: Tensor) -> dict[str, Tensor]:
     """Return what `form` must store of a finite matrix `[N, K]`, both dimensions at least 1."""
     N, K = weight.shape
     group_size = getattr(form, "group_size", None) or K
-    groups = weight.float().reshape(N, K // group_size, group_size)
+    padded = torch.nn.functional.pad(weight.float(), (0, -K % group_size))
+    groups = padded.reshape(N, -1, group_size)
     amax = groups.abs().amax(dim=-1)
     if form.name == "coded":
         scale = coded_scale(weight, amax.double(), coded_step(weight, form.bits))
@@ -40,12 +42,14 @@ def quantize(form: Format, weight: Tensor) -> dict[str, Tensor]:
         return {"qdata": encode(groups, scale, -128, 127).to(torch.int8).reshape(N, K), "scale": scale}
     if form.name == "codebook4":
         return quantize_to_codebook(weight)
+    if isinstance(form, Affine):
+        return quantize_affine(form, groups, weight.dtype)
     if form.name in UINTS:
         return quantize_uint(form.name, groups, weight.dtype)
     assert form.name == "float8_e4m3", "write the arithmetic of a new format down here"
     scale = stored_scale(amax / 448, 512, weight.dtype)
     clamped = (groups * inverse(scale)).clamp(-448, 448)
-    return {"qdata": clamped.to(torch.float8_e4m3fn).reshape(N, K), "scale": scale}
+    return {"qdata": clamped.reshape(N, -1)[:, :K].to(torch.float8_e4m3fn), "scale": scale}
 
 
 def coded_step(weight: Tensor, bits: float) -> float:
@@ -220,6 +224,43 @@ def quantize_uint(name: str, groups: Tensor, dtype: torch.dtype) -> dict[str, Te
         "group_scale": pack_pairs(group_scale - 1),
         "zero_point": pack_pairs(zero),
     }
+
+
+AFFINE_CLIPPINGS = {2: (1, 0.9, 0.8, 0.7, 0.6, 0.5), 3: (1, 0.93, 0.86, 0.79, 0.72, 0.65), 4: (1, 0.95, 0.9, 0.85, 0.8)}
+
+
+def quantize_affine(form: Affine, groups: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return what affine with integer zero points must store of float32 `[N, G, group_size]`."""
+    Q, most = 2**form.bits - 1, torch.finfo(dtype).max
+    low, high = groups.amin(dim=-1).clamp_max(0), groups.amax(dim=-1).clamp_min(0)
+
+    def codes_for(scale: Tensor, zero: Tensor) -> Tensor:
+        reach = (most * (1 - 2**-20) * inverse(scale)).floor()
+        lowest, highest = (zero.unsqueeze(-1) - reach).clamp_min(0), (zero.unsqueeze(-1) + reach).clamp_max(Q)
+        return ((groups * inverse(scale)).round() + zero.unsqueeze(-1)).clamp(lowest, highest)
+
+    best, best_zero, smallest = None, torch.zeros_like(low), torch.full_like(low, torch.inf)
+    for clipping in AFFINE_CLIPPINGS.get(form.bits, (1,)):
+        scale = stored_scale((high / Q - low / Q) * clipping, 1, dtype)
+        zero = (low * clipping * -inverse(scale).squeeze(-1)).round().clamp(0, Q)
+        wrong = (codes_for(scale, zero) - zero.unsqueeze(-1)) * scale.float().unsqueeze(-1) - groups
+        error = wrong.square().sum(dim=-1)
+        if best is None:
+            best, best_zero, smallest = scale, zero, error
+        better = error < smallest
+        best, best_zero = torch.where(better, scale, best), torch.where(better, zero, best_zero)
+        smallest = torch.where(better, error, smallest)
+    assert best is not None
+    codes = codes_for(best, best_zero).to(torch.int32).flatten(1)
+    zeros = best_zero.to(torch.int64)
+    is_packed = form.bits < 8 and form.group_size is not None
+    octets = [row_octets(row, form.bits) for row in zeros.tolist()] if is_packed else zeros
+    if form.bits == 8:
+        qdata = codes.to(torch.uint8)
+    else:
+        qdata = pack(codes - 8) if form.bits == 4 else pack_planes(codes.to(torch.int64), form.bits)
+    zero_point = torch.as_tensor(octets, dtype=torch.uint8)
+    return {"qdata": qdata, "scale": best, "zero_point": zero_point}
 
 
 def up_to_two_bits(values: Tensor) -> Tensor:

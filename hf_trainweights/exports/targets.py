@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_trainweights.errors import UnsupportedError
+from hf_trainweights.formats.arithmetic import FLOAT_DTYPES, as_bytes
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.column_scale import COLUMN_SCALE
 from hf_trainweights.formats.int4 import Int4
@@ -83,7 +84,8 @@ class Target:
         """Return the tensors of a weight in a file, except column scales; a tied weight may have several uses."""
         del uses
         words = {"qdata": octets_of(weight.qdata)} if weight.qdata.dtype == torch.int32 else {}
-        return {name: tensor for name, tensor in {**weight.tensors, **words}.items() if name != COLUMN_SCALE}
+        scale = {"scale": as_bytes(weight.scale)}
+        return {name: tensor for name, tensor in {**weight.tensors, **words, **scale}.items() if name != COLUMN_SCALE}
 
     def stored(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the file in the form that ops read."""
@@ -130,7 +132,8 @@ class Onnx(Target):
                 "Load it with dtype=torch.float32: codes and scales stay as they are.",
             )
         stored = super().buffers(weight, uses)
-        stored["scale"] = weight.scale.to(weight.dtype)
+        if weight.scale.dtype in FLOAT_DTYPES:
+            stored["scale"] = weight.scale.to(weight.dtype)
         if _code_bits(weight) is None or (Use.TABLE in uses and weight.qdata.dtype != torch.int8):
             # Rows of float8 are looked up as bytes.
             is_float8 = weight.qdata.dtype == torch.float8_e4m3fn
@@ -240,7 +243,7 @@ class OnnxRuntime(Onnx):
         unpacked = self.unpack(weight)
         scales = unpacked.group_scale
         block_size = _block_size(weight.shape, scales)
-        if unpacked.limits is None or block_size is None:
+        if unpacked.limits is None or unpacked.offset is not None or block_size is None:
             return None
         repeats = weight.shape[-1] // scales.shape[-1] // block_size
         numbers, zeros = unpacked.numbers(), unpacked.zeros
@@ -258,9 +261,11 @@ def _code_bits(weight: QuantizedTensor) -> int | None:
     """Return the bits of codes that need only a scale and whose type ONNX has; None for other codes."""
     if weight.format.name == Int4.name:
         return 4
-    unpacked = weight.format.unpack({name: tensor.to("meta") for name, tensor in weight.tensors.items()})
-    is_typed = weight.qdata.dtype in (torch.int8, torch.float8_e4m3fn)
-    return 8 if is_typed and unpacked is not None and unpacked.is_codes_times_scale else None
+    stored = {name: tensor.to("meta") for name, tensor in weight.tensors.items()}
+    unpacked = weight.format.unpack(stored)
+    if unpacked is None or not unpacked.is_codes_times_scale or unpacked.scale is not stored["scale"]:
+        return None
+    return 8 if weight.qdata.dtype in (torch.int8, torch.float8_e4m3fn) else None
 
 
 def _bits(weight: PlainWeight) -> int:

@@ -8,15 +8,19 @@ from dataclasses import fields
 from typing import Any
 
 from hf_trainweights.errors import ConfigError, did_you_mean
+from hf_trainweights.formats.affine import Affine
 from hf_trainweights.formats.arithmetic import float32_blocks, reciprocal, round_scale, scale_codes
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.codebook4 import Codebook4
 from hf_trainweights.formats.coded import Coded
-from hf_trainweights.formats.column_scale import COLUMN_SCALE, ColumnScaled
+from hf_trainweights.formats.column_order import ColumnOrdered
+from hf_trainweights.formats.column_scale import ColumnScaled
 from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
+from hf_trainweights.formats.table4 import Table4
 from hf_trainweights.formats.uint import UInt2, UInt3, UInt4, UInt5, UInt6
+from hf_trainweights.formats.wrapper import Wrapper
 
 __all__ = ["FORMATS", "Format", "float32_blocks", "get_format", "reciprocal", "round_scale", "scale_codes"]
 
@@ -31,7 +35,12 @@ FORMATS: dict[str, type[Format]] = {
     "uint5": UInt5,
     "uint6": UInt6,
     "coded": Coded,
+    "affine": Affine,
+    "table4": Table4,
 }
+
+# Formats around another format, by the key that stands for them in its configuration.
+WRAPPERS: dict[str, type[Wrapper]] = {wrapper.added_name: wrapper for wrapper in (ColumnScaled, ColumnOrdered)}
 
 # Patterns of the names that other libraries give their formats, without punctuation: "nf4", "int4_weight_only", "q8_0".
 _ELSEWHERE = {
@@ -59,7 +68,8 @@ def get_format(config: Mapping[str, Any]) -> Format:
 
     Args:
         config: `{"format": name, **parameters}` as `Format.get_config` returns it; parameters may be left out. Any
-            format also takes `"column_scale": True`, which gives each input column a factor of its own.
+            format also takes one of `"column_scale": True`, which gives each input column a factor of its own, and
+            `"column_order": True`, which stores columns in another order.
 
     Raises:
         ConfigError: The name is not in `FORMATS`, or a parameter is unknown or has a value that is not allowed.
@@ -74,16 +84,24 @@ def get_format(config: Mapping[str, Any]) -> Format:
     name = parameters.pop("format", None)
     if not isinstance(name, str) or name not in FORMATS:
         raise ConfigError("format", f"one of {', '.join(FORMATS)}", repr(name), _nearest_format(name))
-    column_scale = parameters.pop(COLUMN_SCALE, False)
-    if type(column_scale) is not bool:
-        raise ConfigError(COLUMN_SCALE, "True or False", repr(column_scale), "Pass one of these.")
+    wrappers = [wrapper for key, wrapper in WRAPPERS.items() if _is_true(parameters, key)]
+    if len(wrappers) > 1:
+        raise ConfigError(f"format {name}", f"at most one of {', '.join(WRAPPERS)}", "both", "Leave one out.")
     allowed_names = [field.name for field in fields(FORMATS[name])]
     unknown = sorted(set(parameters) - set(allowed_names))
     if unknown:
-        allowed = ", ".join([*allowed_names, COLUMN_SCALE])
+        allowed = ", ".join([*allowed_names, *WRAPPERS])
         raise ConfigError(f"format {name}", allowed, ", ".join(unknown), "Leave out what this format does not have.")
     form = FORMATS[name](**parameters)
-    return ColumnScaled(form) if column_scale else form
+    return wrappers[0](form) if wrappers else form
+
+
+def _is_true(parameters: dict[str, Any], key: str) -> bool:
+    """Take a parameter out of a format's parameters; ConfigError: it is neither True nor False."""
+    value = parameters.pop(key, False)
+    if type(value) is not bool:
+        raise ConfigError(key, "True or False", repr(value), "Pass one of these.")
+    return value
 
 
 def _nearest_format(name: object) -> str:

@@ -46,6 +46,10 @@ class Format(ABC):
     groups_for_targets: ClassVar[TargetGroups] = {}
     # Whether the codes of a row depend on that row alone, and not on other rows of the matrix.
     has_independent_rows: ClassVar[bool] = True
+    # Whether some columns can be cut off if they are whole steps of `column_step`.
+    has_cuttable_columns: ClassVar[bool] = True
+    # Whether weights of this format come from files of other programs alone, so that `quantize` refuses.
+    is_import_only: ClassVar[bool] = False
 
     def __str__(self) -> str:
         group_size = getattr(self, "group_size", None)
@@ -59,12 +63,23 @@ class Format(ABC):
         """
         return getattr(self, "group_size", None) or 1
 
+    def groups_in(self, columns: int) -> int:
+        """Return the number of groups of so many columns of a row."""
+        return columns // (getattr(self, "group_size", None) or columns or 1)
+
     def check_group_size(self, allowed: Sequence[int], advice: str) -> None:
         """Check the parameter `group_size`; ConfigError: it is not one of the allowed sizes."""
         group_size = getattr(self, "group_size", None)
         if group_size not in allowed or type(group_size) is not int:
             expected = f"one of {', '.join(map(str, allowed))} for {self.name}"
             raise ConfigError("group_size", expected, repr(group_size), advice)
+
+    def check_choice(self, parameter: str, allowed: Sequence[object]) -> None:
+        """Check a parameter; ConfigError: it is not one of the allowed values."""
+        value = getattr(self, parameter)
+        if value not in allowed or type(value) not in map(type, allowed):
+            expected = f"one of {', '.join(map(str, allowed))} for {self.name}"
+            raise ConfigError(parameter, expected, repr(value), "Choose one of these.")
 
     def get_config(self) -> dict[str, Any]:
         """Return the JSON description from which `get_format` builds an equal format.
@@ -83,6 +98,10 @@ class Format(ABC):
             shape: Shape of the stored weight, `[*, N, K]`.
         """
         del shape
+        return self
+
+    def for_new_values(self) -> Format:
+        """Return the format to which new values of a weight are quantized: this one unless it is import-only."""
         return self
 
     @abstractmethod
@@ -120,6 +139,10 @@ class Format(ABC):
         """
         del weight, importance
         return None
+
+    def group_magnitudes(self, rows: Tensor, groups: int) -> Tensor:
+        """Return the largest magnitude of each group of contiguous rows `[n, K]`, float32 `[n, groups]`."""
+        return largest_magnitude(rows.view(len(rows), groups, -1))
 
     @abstractmethod
     def quantize_rows(self, rows: Tensor, amax: Tensor, out: Mapping[str, Tensor]) -> None:
@@ -180,7 +203,7 @@ class Format(ABC):
             form = self.fit(matrix)
             for start in range(0, N, block):
                 rows = matrix[start : start + block].contiguous()
-                amax = largest_magnitude(rows.view(len(rows), flat["scale"].shape[-1], -1))
+                amax = self.group_magnitudes(rows, flat["scale"].shape[-1])
                 # A maximum is NaN or Inf if any value is, so this one number tells.
                 if not amax.amax().isfinite():
                     raise QuantizationError(
@@ -208,6 +231,13 @@ class Format(ABC):
                 f"a float32, bfloat16 or float16 weight of at least 2 dimensions to quantize to {self.name}",
                 f"{weight.dtype} of shape {tuple(weight.shape)}",
                 "Leave this tensor out with modules_to_not_convert.",
+            )
+        if self.is_import_only:
+            raise QuantizationError(
+                name,
+                "a format that this package quantizes to",
+                f"{self}, whose weights come from files of other programs",
+                f'Quantize to "{self.for_new_values().name}".',
             )
         if self.fallback(weight.shape) != self:
             raise QuantizationError(

@@ -39,7 +39,7 @@ from hf_trainweights.formats.group_scales import (
     unpack_bits,
 )
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.formats.packing import CODES_PER_WORD, pack_int4
+from hf_trainweights.formats.packing import CODES_PER_WORD, look_up_nibbles, pack_int4
 from hf_trainweights.formats.unpacked import Unpacked, look_up, nibbles_of, octets_of
 
 GROUP_SIZE = 32
@@ -67,8 +67,6 @@ _FACTORS = torch.tensor([*FACTORS, *(-factor for factor in FACTORS)], dtype=torc
 _HALVES = [(half + 0.5) / 2 for half in range(-256, 256)]
 _INDICES = [min(range(16), key=lambda index, value=value: abs(CODEBOOK[index] - value)) for value in _HALVES]
 _DOUBLES = [2.0 * CODEBOOK[index] for index in _INDICES]
-# The two values of each byte of two indices, that of the low bits first.
-_PAIRS = [(float(CODEBOOK[octet & 15]), float(CODEBOOK[octet >> 4])) for octet in range(256)]
 
 
 @dataclass(frozen=True)
@@ -124,14 +122,13 @@ class Codebook4(Format):
 
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
         """Return value times factor, exact in float32, times the scale, rounded to float32, then to `dtype`."""
-        qdata, wide = tensors["qdata"].contiguous(), torch.float64 if dtype == torch.float64 else torch.float32
-        pairs = torch.tensor(_PAIRS, dtype=wide, device=qdata.device)
-        values = pairs.index_select(0, qdata.view(torch.uint8).flatten().to(torch.int32))
-        groups = values.view(*qdata.shape[:-1], K // GROUP_SIZE, GROUP_SIZE)
+        qdata, wide = tensors["qdata"], torch.float64 if dtype == torch.float64 else torch.float32
+        values = look_up_nibbles(qdata, torch.tensor(CODEBOOK, dtype=wide, device=qdata.device))
+        groups = values.unflatten(-1, (K // GROUP_SIZE, GROUP_SIZE))
         codes = unpack_bits(tensors["group_scale"], GROUP_BITS, K // GROUP_SIZE)
         factors = _group_scale(codes, torch.ones_like(tensors["scale"])).to(wide)
         groups.mul_(factors.unsqueeze(-1)).mul_(tensors["scale"].to(wide).unsqueeze(-1))
-        return groups.to(dtype).view(*qdata.shape[:-1], K)
+        return values.to(dtype)
 
 
 class _Columns(ColumnCodes):

@@ -53,22 +53,35 @@ def can_cut_columns(form: Format, K: int, start: int, stop: int) -> bool:
     A format may pack columns in ways that `column_step` does not tell, so this cuts a small weight and compares it.
     """
     step, shape, width = form.column_step, (_PROVING_ROWS, K), stop - start
-    if not 0 <= start < stop <= K or start % step or stop % step:
-        return False
-    if (start, stop) == (0, K):
+    if (start, stop) == (0, K) and K:
         return True
+    if not (form.has_cuttable_columns and 0 <= start < stop <= K) or start % step or stop % step:
+        return False
     if form.fallback((_PROVING_ROWS, width)) != form or not _is_proportional(form, K, start, stop):
         return False
     if form.fallback(shape) != form:
         # This format holds no weight of so few rows, so the sizes of its tensors must be proof enough.
         return True
-    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu", dtype=torch.float32)
-    tensors = form.quantize(weight)
+    tensors = _some_tensors(form, shape)
     cut_tensors, cut_shape = _cut(form, tensors, shape, start, stop), (_PROVING_ROWS, width)
     if form.shape_of(cut_tensors["qdata"]) != cut_shape:
         return False
     values = form.dequantize(tensors, shape, torch.float32)[:, start:stop]
-    return torch.equal(form.dequantize(cut_tensors, cut_shape, torch.float32), values)
+    return torch.equal(form.dequantize(cut_tensors, cut_shape, torch.float32).nan_to_num(), values.nan_to_num())
+
+
+def _some_tensors(form: Format, shape: Sequence[int]) -> dict[str, Tensor]:
+    """Return stored tensors of a weight of this shape: of random values, or of random bits in an import-only format."""
+    generator = torch.Generator().manual_seed(0)
+    if not form.is_import_only:
+        return form.quantize(torch.randn(tuple(shape), generator=generator, device="cpu", dtype=torch.float32))
+    tensors = form.empty(shape, torch.float32, "cpu")
+    for tensor in tensors.values():
+        if tensor.is_floating_point() and tensor.itemsize > 1:
+            tensor.uniform_(-1, 1, generator=generator)
+        else:
+            tensor.view(torch.uint8).random_(0, 256, generator=generator)
+    return tensors
 
 
 def _is_proportional(form: Format, K: int, start: int, stop: int) -> bool:
@@ -83,7 +96,7 @@ def _is_proportional(form: Format, K: int, start: int, stop: int) -> bool:
 
 
 def _cut(form: Format, tensors: Mapping[str, Tensor], shape: Sequence[int], start: int, stop: int) -> dict[str, Tensor]:
-    (*lead, K), step = shape, form.column_step
+    *lead, K = shape
     sizes = _row_sizes(form, shape, tensors)
     slice_sizes = _row_sizes(form, (*lead, stop - start), tensors)
     cut_tensors = {}
@@ -91,8 +104,9 @@ def _cut(form: Format, tensors: Mapping[str, Tensor], shape: Sequence[int], star
         if sizes[name] == slice_sizes[name] and name not in form.bit_packed:
             cut_tensors[name] = stored
         elif name in form.bit_packed:
-            codes = unpack_bits(stored, form.bit_packed[name], K // step)
-            cut_tensors[name] = pack_bits(codes[..., start // step : stop // step], form.bit_packed[name])
+            codes = unpack_bits(stored, form.bit_packed[name], form.groups_in(K))
+            groups = codes[..., form.groups_in(start) : form.groups_in(stop)]
+            cut_tensors[name] = pack_bits(groups, form.bit_packed[name])
         else:
             first = start * sizes[name] // K
             cut_tensors[name] = stored.narrow(-1, first, slice_sizes[name]).contiguous()
@@ -108,7 +122,7 @@ def join_columns(form: Format, parts: Sequence[Mapping[str, Tensor]], widths: Se
         pieces = [tensors[name] for tensors in parts]
         if name in form.bit_packed:
             bits = form.bit_packed[name]
-            counts = [width // form.column_step for width in widths]
+            counts = [form.groups_in(width) for width in widths]
             codes = [unpack_bits(piece, bits, count) for piece, count in zip(pieces, counts, strict=True)]
             joined[name] = pack_bits(torch.cat(codes, dim=-1), bits)
         else:

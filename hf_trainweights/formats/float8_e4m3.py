@@ -1,20 +1,22 @@
-"""float8_e4m3: one 8-bit float a weight (4 exponent, 3 mantissa bits, no infinity), one scale a row.
+"""float8_e4m3: one 8-bit float a weight (4 exponent, 3 mantissa bits, no infinity), one scale a row or group.
 
 | tensor | shape | dtype |
 |---|---|---|
 | `qdata` | `[*, N, K]` | float8_e4m3fn, -448 to 448 |
-| `scale` | `[*, N, 1]` | the weight's dtype |
+| `scale` | `[*, N, G]`, G = 1 or K / group_size, rounded up | the weight's dtype, or uint8 if they are powers of two |
 
-`weight = qdata * scale`. Format: "FP8 Formats for Deep Learning", arXiv 2209.05433.
+`weight = qdata * scale`. Files of other programs may have a scale for each block of rows and columns; here each row of
+the block has it, so that rows stay independent. Format: "FP8 Formats for Deep Learning", arXiv 2209.05433.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hf_trainweights.formats.arithmetic import (
@@ -26,7 +28,8 @@ from hf_trainweights.formats.arithmetic import (
     scale_codes,
 )
 from hf_trainweights.formats.base import Format, Specs
-from hf_trainweights.formats.unpacked import Unpacked
+from hf_trainweights.formats.scale_codings import E4M3, SCALE_CODINGS, check_group_size
+from hf_trainweights.formats.unpacked import Unpacked, constant
 
 _LARGEST = 448
 # The sign bit and the seven bits of exponent and mantissa at their positions in float16. Read as float16, whose
@@ -34,43 +37,105 @@ _LARGEST = 448
 _SIGN_AND_CODE = 0xBF80 - (1 << 16)
 _FLOAT16_OF_CODE = 256
 
-# The value of each byte.
-_VALUES = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
+CODINGS = ("plain", "e8m0")
 
 
 @dataclass(frozen=True)
 class Float8E4M3(Format):
-    """Float8 e4m3 with one scale per row."""
+    """Float8 e4m3 with one scale per row, or per group of `group_size` weights along K.
+
+    Args:
+        group_size: Weights that share a scale: a multiple of 8; the last group of a row may have fewer. None means one
+            scale a row.
+        scales: "plain", or "e8m0" for powers of two, to which this package does not quantize.
+
+    Raises:
+        ConfigError: A parameter is none of these.
+    """
 
     name: ClassVar[str] = "float8_e4m3"
+    group_size: int | None = None
+    scales: str = "plain"
+
+    def __post_init__(self) -> None:
+        self.check_choice("scales", CODINGS)
+        check_group_size(self, self.scales, or_none=True)
+
+    def __str__(self) -> str:
+        return super().__str__() if self.scales == "plain" else f"{super().__str__()} {self.scales}"
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the JSON description; only parameters that are set, because earlier versions do not read them."""
+        defaults = {"group_size": None, "scales": "plain"}
+        return {key: value for key, value in super().get_config().items() if (key, value) not in defaults.items()}
+
+    @property
+    def is_import_only(self) -> bool:  # type: ignore[override]  (an attribute of the class in Format)
+        """Whether scales are powers of two."""
+        return self.scales != "plain"
+
+    def for_new_values(self) -> Format:
+        """Return the format with plain scales."""
+        return Float8E4M3(self.group_size)
+
+    def _groups(self, K: int) -> int:
+        return 1 if self.group_size is None else -(-K // self.group_size)
 
     def tensor_specs(self, shape: Sequence[int], scale_dtype: torch.dtype) -> Specs:
-        """Return `qdata` as `[*, N, K]` float8_e4m3fn and `scale` as `[*, N, 1]`."""
+        """Return `qdata` as `[*, N, K]` float8_e4m3fn and `scale` as `[*, N, G]`."""
         *lead, K = shape
-        return {"qdata": ((*lead, K), torch.float8_e4m3fn), "scale": ((*lead, 1), scale_dtype)}
+        scales = SCALE_CODINGS[self.scales].columns(self._groups(K), scale_dtype)["scale"]
+        return {"qdata": ((*lead, K), torch.float8_e4m3fn), "scale": ((*lead, scales[0]), scales[1])}
+
+    def group_magnitudes(self, rows: Tensor, groups: int) -> Tensor:
+        """Return the largest magnitude of each group, of which the last may have fewer columns."""
+        missing = 0 if self.group_size is None else groups * self.group_size - rows.shape[-1]
+        return super().group_magnitudes(F.pad(rows, (0, missing)) if missing else rows, groups)
 
     def quantize_rows(self, rows: Tensor, amax: Tensor, out: Mapping[str, Tensor]) -> None:
         """Fill codes `float8(w * (1 / scale))`, the scale rounded to its dtype first."""
-        inverse = reciprocal(out["scale"].copy_(round_scale(amax / _LARGEST, _LARGEST, rows.dtype)))
+        scale = out["scale"].copy_(round_scale(amax / _LARGEST, _LARGEST, rows.dtype))
+        inverse = reciprocal(scale)
         for block, values in float32_blocks(rows):
             # The rounded scale may be a little small, and not every release of torch casts values beyond 448 to 448.
-            out["qdata"][block].copy_(values.mul_(inverse[block]).clamp_(-_LARGEST, _LARGEST))
+            out["qdata"][block].copy_(self._multiply_(values, inverse[block]).clamp_(-_LARGEST, _LARGEST))
+
+    def _multiply_(self, values: Tensor, factors: Tensor) -> Tensor:
+        """Multiply values `[*, K]` by the factors of their groups `[*, G]`, in place."""
+        groups, size = factors.shape[-1], self.group_size or values.shape[-1]
+        if values.shape[-1] % size:
+            # The last group of a row has fewer columns.
+            groups -= 1
+            values[..., groups * size :].mul_(factors[..., groups:])
+        values[..., : groups * size].unflatten(-1, (groups, size)).mul_(factors[..., :groups].unsqueeze(-1))
+        return values
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> Unpacked:
         """Return the stored codes and scales, and for codes given as bytes a table of their values."""
-        qdata = tensors["qdata"]
-        return Unpacked(qdata, tensors["scale"], None, table=_VALUES if qdata.dtype == torch.uint8 else None)
+        qdata, scale = tensors["qdata"], tensors["scale"]
+        K, size = constant(qdata.size(-1)), self.group_size
+        if self.scales != "plain":
+            scale, _ = SCALE_CODINGS[self.scales].decode(tensors, self._groups(K))
+        if size is not None and K % size:
+            # Groups of one column each, because the last group has fewer columns than the others.
+            scale = scale.repeat_interleave(size, dim=-1)[..., :K]
+        return Unpacked(qdata, scale, None, table=E4M3 if qdata.dtype == torch.uint8 else None)
 
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
         """Return `qdata * scale`, each value rounded once."""
         qdata, scale = tensors["qdata"], tensors["scale"]
+        if self.scales != "plain":
+            scale, _ = SCALE_CODINGS[self.scales].decode(tensors, self._groups(K))
         plain = type(qdata) is Tensor and qdata.device.type == "cpu" and qdata.numel() > 0
-        if not plain or dtype not in FLOAT_DTYPES:
+        # A scale above 2**120 would overflow as a factor.
+        if not plain or dtype not in FLOAT_DTYPES or not (scale.float() * _FLOAT16_OF_CODE).isfinite().all():
+            if self.group_size is not None:
+                scale = scale.repeat_interleave(self.group_size, dim=-1)[..., :K]
             return scale_codes(qdata, scale, dtype)
-        rows, factors = qdata.reshape(-1, K), scale.reshape(-1, 1).float() * _FLOAT16_OF_CODE
+        rows, factors = qdata.reshape(-1, K), scale.reshape(-1, scale.shape[-1]).float() * _FLOAT16_OF_CODE
         out = torch.empty(rows.shape, dtype=dtype, device=rows.device)
         for block in cache_blocks(rows):
-            out[block] = _float16(rows[block]).float().mul_(factors[block])
+            out[block] = self._multiply_(_float16(rows[block]).float(), factors[block])
         return out.view(qdata.shape)
 
 

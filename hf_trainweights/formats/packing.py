@@ -33,6 +33,23 @@ def pack_int4(codes: Tensor) -> Tensor:
     return octets.view(torch.int32).view(*codes.shape[:-1], codes.shape[-1] // CODES_PER_WORD)
 
 
+def look_up_nibbles(packed: Tensor, table: Tensor) -> Tensor:
+    """Return the entries of a table of each matrix, `[*, 1, 16]`, or `[16]` for all, for int32 words `[*, N, K // 8]`.
+
+    The result `[*, N, K]` has the table's dtype.
+    """
+    tables = table.reshape(-1, 16)
+    # Each byte has two values, that of its low bits first. Bytes of the next matrix count on where the last one ended.
+    octets = torch.arange(256, device=table.device)
+    pairs = torch.stack([tables[:, octets & 15], tables[:, octets >> 4]], dim=-1).flatten(0, 1)
+    *lead, count = packed.shape
+    positions = packed.contiguous().view(torch.uint8).to(torch.int32)
+    if len(tables) > 1:
+        matrices = torch.arange(0, len(pairs), 256, dtype=torch.int32, device=table.device)
+        positions += matrices.view(*lead[:-1], 1, 1)
+    return pairs.index_select(0, positions.flatten()).view(*lead, count * CODES_PER_WORD)
+
+
 def unpack_int4(packed: Tensor) -> Tensor:
     """Unpack int32 words `[*, K // 8]` into signed 4-bit codes, int8 `[*, K]`, the inverse of `pack_int4`."""
     if packed.dtype != torch.int32:

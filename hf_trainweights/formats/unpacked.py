@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -11,16 +12,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Unpacked:
-    """A weight as `(numbers - zeros) * factors * scale`, with zeros, factors and scales for each group of a row.
+    """A weight as `(numbers - zeros) * factors * scale + offset`, all but the numbers for each group of a row.
 
     Args:
         codes: The unpacked codes, one for each weight, `[*, N, K]`, any dtype.
         scale: `[*, N, G]`, or `[*, N, 1]` for one scale a row.
-        limits: The smallest and the largest number; None if numbers are not integers.
+        limits: The smallest and the largest number, and zero; None if they are no integers of at most 8 bits.
         unit: The number that code 1 stands for, if there is no table.
-        table: The number that each code stands for, float32; None if that is the code times `unit`.
+        table: The number that each code stands for, float32 `[n]`, or `[*, 1, n]` for each matrix; None if that is the
+            code times `unit`.
         zeros: `[*, N, G]`, any dtype, or None. If there are zeros, they and the numbers are at least 0.
         factors: Float32 `[*, N, G]`, or None. A factor times a number is exact.
+        offset: `[*, N, G]`, or None. The sum is rounded to float32 once more.
     """
 
     codes: Tensor
@@ -30,11 +33,13 @@ class Unpacked:
     table: Tensor | None = None
     zeros: Tensor | None = None
     factors: Tensor | None = None
+    offset: Tensor | None = None
 
     @property
     def is_codes_times_scale(self) -> bool:
         """Whether the weight is its codes times `scale`."""
-        return self.unit == 1 and self.table is None and self.zeros is None and self.factors is None
+        others = (self.table, self.zeros, self.factors, self.offset)
+        return self.unit == 1 and all(tensor is None for tensor in others)
 
     @property
     def group_scale(self) -> Tensor:
@@ -45,7 +50,7 @@ class Unpacked:
     def numbers(self) -> Tensor:
         """Return the numbers that codes stand for, float32 `[*, N, K]`."""
         if self.table is not None:
-            return look_up(self.table, self.codes)
+            return look_up_by_matrix(self.table, self.codes)
         numbers = self.codes.to(torch.float32)
         return numbers if self.unit == 1 else numbers * self.unit
 
@@ -58,12 +63,31 @@ class Unpacked:
             values = values - self.zeros.to(torch.float32).unsqueeze(-1)
         if self.factors is not None:
             values = values * self.factors.unsqueeze(-1)
-        return torch.flatten(values * scale, -2)
+        values = values * scale
+        if self.offset is not None:
+            values = values + self.offset.to(torch.float32).unsqueeze(-1)
+        return torch.flatten(values, -2)
 
 
 def look_up(table: Tensor, codes: Tensor) -> Tensor:
     """Return the entries of a table `[n]` for codes of any dtype and shape."""
     return F.embedding(codes.to(torch.int32), table.to(codes.device).unsqueeze(-1)).squeeze(-1)
+
+
+def look_up_by_matrix(table: Tensor, codes: Tensor) -> Tensor:
+    """Return the entries of a table of each matrix, `[*, 1, n]`, or `[n]` for all, for codes `[*, N, k]`."""
+    if table.dim() > 2:
+        count = table.shape[-1]
+        matrices = torch.arange(table.numel() // count, device=codes.device) * count
+        codes = codes.to(torch.int32) + matrices.to(torch.int32).view(*table.shape[:-2], 1, 1)
+    return look_up(table.flatten(), codes)
+
+
+def constant(size: int) -> int:
+    """Return the size of a stored tensor as a number that is no part of a traced graph: no input changes it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)  # pyright: ignore[reportPrivateImportUsage]
+        return int(size)
 
 
 def octets_of(words: Tensor) -> Tensor:

@@ -150,6 +150,12 @@ def is_available() -> bool:
     return loaded_library() is not None
 
 
+def serves(form: Format) -> bool:
+    """Return whether the libraries read this format."""
+    in_groups = isinstance(form, Float8E4M3) and form.group_size is not None
+    return isinstance(form, FORMATS) and not in_groups
+
+
 class Product:
     """The function that multiplies x with weights of one shape and format.
 
@@ -201,7 +207,7 @@ class Product:
 def find(form: Format, N: int, K: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> Product | None:
     """Return the function for products with weights `[N, K]` of a format; None if the library has none."""
     library, size = loaded_library(), getattr(form, "group_size", None) or 0
-    fits = isinstance(form, FORMATS) and (size in (0, 4, 8, 16, 32) or size % 64 == 0)
+    fits = serves(form) and (size in (0, 4, 8, 16, 32) or size % 64 == 0)
     if library is None or not fits or dtype not in DTYPES or scale_dtype not in DTYPES:
         return None
     if not 0 < K <= _MOST_COLUMNS or N == 0:

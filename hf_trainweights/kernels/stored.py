@@ -22,11 +22,11 @@ from torch import Tensor
 from hf_trainweights.formats import get_format
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.base import Format
-from hf_trainweights.formats.column_scale import COLUMN_SCALE, ColumnScaled
 from hf_trainweights.formats.cutting import cut_rows
 from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
+from hf_trainweights.formats.wrapper import Wrapper
 from hf_trainweights.kernels import compiled, cuda, product_op
 from hf_trainweights.kernels.arguments import DEBUG, MultiplyFew, check_allocated, check_product, only_fitting
 from hf_trainweights.kernels.cpu_features import ALL, is_rounding, most_rows, product_dtype
@@ -63,8 +63,8 @@ def linear(x: Tensor, held: Mapping[str, Tensor], form: Format, bias: Tensor | N
     Returns:
         A new tensor `[*, N]` of the dtype of `x`; None if the op does not serve the device, format or dtype.
     """
-    if isinstance(form, ColumnScaled):
-        return linear(_scale_columns(x, held), held, form.inner, bias)
+    if isinstance(form, Wrapper):
+        return linear(form.inputs(x, held[form.added_name]), held, form.inner, bias)
     form = compiled.in_memory(form)
     qdata, scale = held["qdata"], held["scale"]
     on_cpu = x.device.type == "cpu" and x.dtype in FLOAT_DTYPES and isinstance(form, compiled.FORMATS)
@@ -98,11 +98,11 @@ def prepare_few_rows(held: Mapping[str, Tensor], form: Format, dtype: torch.dtyp
         A function from any plain x and bias, without gradients, to the same bits as `linear`, or to None if it leaves
         them to `linear`. None if there is no such function for the weight.
     """
-    if isinstance(form, ColumnScaled):
-        multiply_few = prepare_few_rows(held, form.inner, dtype)
+    if isinstance(form, Wrapper):
+        multiply_few, inputs, added = prepare_few_rows(held, form.inner, dtype), form.inputs, held[form.added_name]
         if multiply_few is None:
             return None
-        return only_fitting(lambda x, bias: multiply_few(_scale_columns(x, held), bias), held, form, dtype, ALL)
+        return only_fitting(lambda x, bias: multiply_few(inputs(x, added), bias), held, form, dtype, ALL)
     form = compiled.in_memory(form)
     qdata, scale, *others = (held[name] for name in form.tensor_names)
     N, K = form.shape_of(qdata)
@@ -121,16 +121,6 @@ def prepare_few_rows(held: Mapping[str, Tensor], form: Format, dtype: torch.dtyp
         return multiply_few
     multiply_few = functools.partial(product, qdata, scale, tuple(others))
     return only_fitting(multiply_few, held, form, dtype, product.most_rows)
-
-
-def _scale_columns(x: Tensor, held: Mapping[str, Tensor]) -> Tensor:
-    """Return an input `[*, K]` times the column scales of a weight, rounded once.
-
-    In a 16-bit dtype this rounds the input. Together with the roundings of the inner product, the error stays below 1.5
-    times that of the dequantized product, whose weights are rounded likewise, plus half a step of the digits of x
-    (tests/kernels).
-    """
-    return (x * held[COLUMN_SCALE].view(-1)).to(x.dtype)
 
 
 @functools.lru_cache
@@ -261,10 +251,10 @@ def _dequantize(tensors: Mapping[str, Tensor], form: Format, K: int, dtype: torc
 
 def slowness(form: Format, dtype: torch.dtype) -> str | None:
     """Explain why weights of a format are slow with a dtype, and name a fast choice; None if they are fast."""
-    if isinstance(form, ColumnScaled):
+    if isinstance(form, Wrapper):
         return slowness(form.inner, dtype)
     held = compiled.in_memory(form)
-    has_product = isinstance(held, compiled.FORMATS)
+    has_product = compiled.serves(held)
     if not compiled.is_available():
         if isinstance(held, Int8) and held.group_size is None and dtype != torch.float32:
             return None

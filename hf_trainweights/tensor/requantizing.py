@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from hf_trainweights.formats.arithmetic import as_bytes
+from hf_trainweights.formats.arithmetic import FLOAT_DTYPES, as_bytes
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 
@@ -76,11 +76,15 @@ def rounding_said_once() -> Iterator[Rounding]:
 def requantize(weight: QuantizedTensor, values: Tensor) -> QuantizedTensor:
     """Quantize new values of a weight in its format; rows with the same values keep their codes and scales bit by bit.
 
-    The new values may have another number of rows, or of columns if the weight is stored transposed.
+    A weight whose format is import-only gets the format `for_new_values`, and all its rows new codes. The new values
+    may have another number of rows, or of columns if the weight is stored transposed.
     """
-    plain = values.detach().to(weight.scale_dtype)
-    quantized = QuantizedTensor.quantize(plain, weight.format, weight.transposed, beside=weight.held.tensors)
-    _keep_equal_rows_(quantized, weight, plain)
+    form = weight.format.for_new_values()
+    dtype = weight.scale_dtype if form == weight.format else weight.dtype
+    plain = values.detach().to(dtype if dtype in FLOAT_DTYPES else torch.float32)
+    quantized = QuantizedTensor.quantize(plain, form, weight.transposed, beside=weight.held.tensors)
+    if form == weight.format:
+        _keep_equal_rows_(quantized, weight, plain)
     return quantized.map(lambda stored: stored, weight.dtype)
 
 

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.coded_tensors import CODED_DTYPES, CodedTensors, encode_tensors
-from hf_trainweights.formats import FORMATS, get_format
+from hf_trainweights.formats import FORMATS, WRAPPERS, get_format
 from hf_trainweights.formats.base import Format
-from hf_trainweights.formats.column_scale import COLUMN_SCALE
 from hf_trainweights.tensor.distributed.placements import is_distributed, local_tensor, with_local
 from hf_trainweights.tensor.distributed.shards import cut
 from hf_trainweights.tensor.guards import is_guard, is_notice
@@ -49,7 +48,7 @@ _LEAST_GAIN, _LEAST_BYTES = 0.02, 1 << 14
 
 def stored_suffixes() -> tuple[str, ...]:
     """Return the suffixes that stored names may have: those of each registered format, and those common to all."""
-    tensor_names = {COLUMN_SCALE, *(name for form in FORMATS.values() for name in form.tensor_names)}
+    tensor_names = {*WRAPPERS, *(name for form in FORMATS.values() for name in form.tensor_names)}
     return (*sorted(tensor_names), FORMAT_SUFFIX, *CODED_SUFFIXES)
 
 
@@ -140,9 +139,10 @@ def unflatten_weight(
     stored_shape = form.shape_of(qdata)
     check_stored(tensors, form, stored_shape, name)
     held = Held({key: tensors[key] for key in form.tensor_names})
-    return QuantizedTensor.from_held(
-        held, form, stored_shape, dtype or saved_dtype or tensors["scale"].dtype, transposed
-    )
+    shown = dtype or saved_dtype or tensors["scale"].dtype
+    # Not all scales are floats.
+    shown = shown if shown in SHOWN_DTYPES else torch.float32
+    return QuantizedTensor.from_held(held, form, stored_shape, shown, transposed)
 
 
 def _only(name: str, tensors: Mapping[str, Tensor], suffix: str) -> Tensor:

@@ -13,8 +13,10 @@ from architectures import ARCHITECTURES, TEXT, randomize
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import BartConfig, BartForConditionalGeneration
+from weights import random_codes
 
 from hf_trainweights import TrainWeightsConfig, dequantize_, quantize_
+from hf_trainweights.formats import get_format
 from hf_trainweights.models.host.models import cache_argument
 
 FORMATS: dict[str, dict[str, Any]] = {
@@ -31,6 +33,12 @@ FORMATS: dict[str, dict[str, Any]] = {
     "codebook4": {"format": "codebook4"},
     "codebook4 with column scales": {"format": "codebook4", "column_scale": True},
     "int4 with column scales": {"format": "int4", "group_size": 32, "column_scale": True},
+    "affine": {"format": "affine", "bits": 4, "group_size": 32},
+    "affine3 bias": {"format": "affine", "bits": 3, "group_size": 64, "offset": "bias"},
+    "affine8 counted from 1": {"format": "affine", "bits": 8, "group_size": 32, "offset": "zero_point_minus_1"},
+    "table4 nested": {"format": "table4", "group_size": 64, "scales": "nested"},
+    "table4 e4m3": {"format": "table4", "group_size": 16, "scales": "e4m3_divided"},
+    "float8 e8m0": {"format": "float8_e4m3", "group_size": 32, "scales": "e8m0"},
 }
 
 
@@ -90,7 +98,9 @@ def quantized(model: nn.Module | str, config: str, dtype: torch.dtype = torch.fl
     """Return a quantized model, with its embeddings; a text names one of the architectures."""
     if isinstance(model, str):
         model = ARCHITECTURES[model].build(dtype)
-    quantize_(model, TrainWeightsConfig(**FORMATS[config], include_embeddings=True))
+    form = get_format(FORMATS[config])
+    with random_codes(form):
+        quantize_(model, TrainWeightsConfig("int8", overrides={"re:.*": form.get_config()}, include_embeddings=True))
     return model
 
 

@@ -67,7 +67,7 @@ def test_a_lowered_model_holds_the_codes_and_nothing_else(config: str) -> None:
         assert not any(isinstance(tensor, QuantizedTensor) for tensor in state.values())
         assert "lm_head.weight" not in state
         assert torch.equal(state["lm_head._weight_qdata"].view(torch.uint8), weight.qdata.view(torch.uint8))
-        assert torch.equal(state["lm_head._weight_scale"], weight.scale)
+        assert torch.equal(state["lm_head._weight_scale"].view(torch.uint8), weight.scale.view(torch.uint8))
 
 
 def test_the_places_of_a_tied_weight_share_their_tensors() -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from weights import QUANTIZABLE
 
 from hf_trainweights.errors import ConfigError, CorruptFileError, QuantizationError
-from hf_trainweights.formats import FORMATS, get_format
+from hf_trainweights.formats import get_format
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.column_scale import ColumnScaled, choose_column_scale
 from hf_trainweights.testing.values import stored_bits
 
-each_format = pytest.mark.parametrize("name", FORMATS)
+each_format = pytest.mark.parametrize("name", QUANTIZABLE)
 each_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 
 
@@ -33,7 +34,7 @@ WITHOUT_GAIN = ("float8_e4m3",)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in FORMATS if name not in WITHOUT_GAIN])
+@pytest.mark.parametrize("name", [name for name in QUANTIZABLE if name not in WITHOUT_GAIN])
 def test_columns_of_different_size_lose_less(name: str) -> None:
     weight, plain, scaled = uneven_weight(), get_format({"format": name}), column_scaled(name)
     errors = [
@@ -114,7 +115,7 @@ def test_a_weight_that_is_not_finite_is_refused(value: float) -> None:
 @each_dtype
 def test_the_largest_numbers_come_back_finite(dtype: torch.dtype) -> None:
     weight = (uneven_weight().sign() * torch.finfo(dtype).max * torch.logspace(-3, 0, 256)).to(dtype)
-    for name in FORMATS:
+    for name in QUANTIZABLE:
         form = column_scaled(name)
         assert torch.isfinite(form.dequantize(form.quantize(weight), weight.shape, dtype)).all()
 

@@ -12,6 +12,7 @@ import transformers
 from golden.files import called_by, golden_directory, integers, recorded, torch_members
 from golden.reader import AFresh, load, load_model
 from transformers import PreTrainedModel
+from weights import random_codes
 
 from hf_trainweights import TrainWeightsConfig, quantize_
 from hf_trainweights.formats import FORMATS, get_format
@@ -60,7 +61,8 @@ def group_size(name: str) -> dict[str, int]:
 
 def write(directory: Path, name: str) -> None:
     model = float_model()
-    quantize_(model, config_of(name))
+    with random_codes(get_format({"format": name})):
+        quantize_(model, config_of(name))
     for kind in SERIALIZATIONS:
         model.save_pretrained(directory / kind, safe_serialization=kind == "safetensors")
 

@@ -10,9 +10,10 @@ from golden.files import called_by, golden_directory, integers, recorded, torch_
 from golden.reader import AFresh, load
 from torch import nn
 from transformers.pytorch_utils import Conv1D
+from weights import random_codes
 
 from hf_trainweights import TrainWeightsConfig, quantize_
-from hf_trainweights.formats import FORMATS
+from hf_trainweights.formats import FORMATS, get_format
 
 FILE = "state_dict.pt"
 
@@ -45,7 +46,8 @@ def write(directory: Path, name: str) -> None:
             # int4 holds these sixteen numbers exactly. Otherwise a sum of errors, whose last bit depends on the CPU,
             # might decide between two scales.
             parameter.copy_(integers(*parameter.shape, seed=seed) * 2.0**-6)
-    quantize_(layers, TrainWeightsConfig(name, include_embeddings=True))
+    with random_codes(get_format({"format": name})):
+        quantize_(layers, TrainWeightsConfig(name, include_embeddings=True))
     with (directory / FILE).open("wb") as stream:
         torch.save({"model": layers.state_dict(), "parameter": layers.linear.weight}, stream)
 

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from cpus import AMX, COOPER_LAKE, GENOA, GRAVITON, ICE_LAKE, library_of, use_cpu
 from helpers import assert_close_product
-from weights import random_weight
+from weights import random_weight, weight_of
 
-from hf_trainweights import QuantizedTensor
 from hf_trainweights.formats import FORMATS
 from hf_trainweights.kernels import cpu_features as instructions
 from hf_trainweights.kernels.cpu_features import product_dtype
@@ -106,7 +105,7 @@ def test_products_of_every_format_keep_the_bound_where_their_dtype_is_slow(
     N: int, rows: int, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_cpu(ICE_LAKE, monkeypatch)
-    weight = QuantizedTensor.quantize(random_weight(N, 1024, dtype=dtype), FORMATS[name]())
+    weight = weight_of(FORMATS[name](), (N, 1024), dtype)
     x, bias = random_weight(rows, 1024, dtype=dtype, seed=1), random_weight(N, dtype=dtype, seed=2)
     with torch.no_grad():
         for shift in (None, bias):

@@ -10,10 +10,10 @@ import pytest
 import torch
 from helpers import default_dtype, snr_db
 from safetensors.torch import save_file
-from weights import random_weight
+from weights import QUANTIZABLE, random_weight
 
 from hf_trainweights import compare_checkpoints
-from hf_trainweights.formats import FORMATS, get_format
+from hf_trainweights.formats import get_format
 from hf_trainweights.report import measurements
 from hf_trainweights.report.measurements import code_histogram, measure_error, weight_histogram
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
@@ -32,7 +32,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("shape", [(24, 256), (3, 128, 256)])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", QUANTIZABLE)
 def test_error_in_blocks_is_that_of_the_whole_weight(name: str, shape: tuple[int, ...], transposed: bool) -> None:
     weight = random_weight(*shape)
     if transposed:

@@ -23,16 +23,15 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
-from weights import same_stored
+from weights import QUANTIZABLE, same_stored
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, dequantize_, get_model_size_in_bytes, quantize_
 from hf_trainweights.errors import ConfigError, QuantizationError, UnsupportedError
-from hf_trainweights.formats import FORMATS
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.tensor.dispatch import FALLBACKS
 
 INT4 = TrainWeightsConfig("int4", group_size=32)
-CONFIGS = {name: TrainWeightsConfig(name, include_embeddings=True) for name in FORMATS}
+CONFIGS = {name: TrainWeightsConfig(name, include_embeddings=True) for name in QUANTIZABLE}
 
 
 class Net(nn.Module):
@@ -97,7 +96,7 @@ def allocations(function: Callable[[], object]) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", QUANTIZABLE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_quantized_module_computes_what_its_dequantized_copy_does(form: str, dtype: torch.dtype) -> None:
     module = quantized(CONFIGS[form], dtype=dtype)
@@ -329,7 +328,7 @@ LOADS: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", QUANTIZABLE)
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, get_swa_multi_avg_fn
-from weights import FORMS, KINDS, LAYOUTS, quantized_weight, random_weight, same_stored
+from weights import FORMS, KINDS, LAYOUTS, quantized_weight, random_weight, same_stored, weight_of
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, dequantize_, quantize_
 from hf_trainweights.errors import UnsupportedError
@@ -520,7 +520,7 @@ def test_grouped_mm_equals_that_of_the_dense_weight(form: str) -> None:
     for layout in (EXPERTS, EXPERTS_T):
         # On a CPU the op takes bfloat16 with rows of a multiple of 16 bytes.
         shape, transposed = ((3, 128, 16), True) if layout == EXPERTS_T else ((3, 16, 128), False)
-        weight = QuantizedTensor.quantize(random_weight(*shape, dtype=torch.bfloat16), FORMS[form], transposed)
+        weight = weight_of(FORMS[form], shape, torch.bfloat16, transposed)
         inputs = x(5, 128).bfloat16()
 
         def op(w: Tensor, transposed: bool = transposed, inputs: Tensor = inputs) -> Tensor:

@@ -19,7 +19,7 @@ from covering import exhaustive
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
-from weights import FORMS, KINDS, random_weight
+from weights import FORMS, KINDS, random_weight, weight_of
 
 from hf_trainweights import QuantizedTensor
 from hf_trainweights.errors import UnsupportedError
@@ -141,7 +141,7 @@ def quantized(form: str, dtype: torch.dtype, transposed: bool = False) -> nn.Par
 @functools.cache
 def _quantized(form: str, dtype: torch.dtype, transposed: bool) -> QuantizedTensor:
     shape = (128, 64) if transposed else (64, 128)
-    return QuantizedTensor.quantize(random_weight(*shape, dtype=dtype), FORMS[form], transposed)
+    return weight_of(FORMS[form], shape, dtype, transposed)
 
 
 def values(weight: Tensor) -> Tensor:

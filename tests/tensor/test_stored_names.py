@@ -98,7 +98,9 @@ def test_other_names_are_not_those_of_stored_tensors(name: str) -> None:
 
 def test_every_suffix_of_every_format_is_known() -> None:
     *tensor_names, last, coded, coded_float = stored_suffixes()
-    assert set(tensor_names) == {"column_scale"} | {name for form in FORMATS.values() for name in form.tensor_names}
+    assert set(tensor_names) == {"column_scale", "column_order"} | {
+        name for form in FORMATS.values() for name in form.tensor_names
+    }
     assert (last, coded, coded_float) == (FORMAT_SUFFIX, CODED_SUFFIX, CODED_FLOAT_SUFFIX)
     assert {last, coded, coded_float}.isdisjoint(tensor_names)
 

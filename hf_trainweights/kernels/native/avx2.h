@@ -39,6 +39,12 @@ static inline Floats permuted(Floats values, Integers indexes) {
     return _mm256_permutevar8x32_ps(values, (__m256i)indexes);
 }
 
+// Keep a vector in a register. GCC 12 would load it from memory again for its second use.
+static inline Integers loaded_once(Integers values) {
+    __asm__("" : "+x"(values));
+    return values;
+}
+
 static inline Integers lane_numbers(void) { return (Integers){0, 1, 2, 3, 4, 5, 6, 7}; }
 
 // Add the products of unsigned and signed bytes, four to each lane. AVX2 alone has to widen them to 16 bits first.

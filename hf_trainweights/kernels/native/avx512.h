@@ -27,6 +27,14 @@ static inline Floats permuted(Floats values, Integers indexes) {
     return _mm512_permutexvar_ps((__m512i)indexes, values);
 }
 
+// Keep a vector in a register. GCC 12 would load it from memory again for its second use.
+static inline Integers loaded_once(Integers values) {
+#ifndef EMULATED_VECTORS
+    __asm__("" : "+v"(values));
+#endif
+    return values;
+}
+
 static inline Integers lane_numbers(void) {
     return (Integers){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 }

@@ -33,6 +33,8 @@ static inline Floats permuted(Floats values, Integers indexes) {
     return (Floats)vqtbl1q_u8((uint8x16_t)values, (uint8x16_t)bytes);
 }
 
+static inline Integers loaded_once(Integers values) { return values; }
+
 static inline Integers lane_numbers(void) { return (Integers){0, 1, 2, 3}; }
 
 // Add the products of bytes, four to each lane.

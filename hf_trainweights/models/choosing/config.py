@@ -244,8 +244,14 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         """Check that a float model can be quantized by this configuration.
 
         Raises:
-            ConfigError: A key is unknown: another version's, or misspelt.
+            ConfigError: A key is unknown: another version's, or misspelt. Or a format holds weights of files alone.
         """
+        overrides = {f"overrides[{name!r}]": value for name, value in (self.overrides or {}).items()}
+        for where, value in {"format": self.default_format.get_config(), **overrides}.items():
+            form = format_of(value)
+            if form is not None and form.is_import_only:
+                expected, next_step = "a format that floats are quantized to", f"Choose {form.for_new_values()}."
+                raise ConfigError(where, expected, f"{form}, for weights that are quantized already", next_step)
         names = _argument_names()
         unknown = sorted(vars(self).keys() - names)
         if unknown:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -53,13 +54,18 @@ def describe(module: nn.Module, configs: Sequence[TrainWeightsConfig]) -> TrainW
     return config.but(overrides=overrides, modules_to_not_convert=left_out or None)
 
 
+def config_of(form: Format, **others: Any) -> TrainWeightsConfig:
+    """Return a configuration of one format, without those of its parameters that no configuration has."""
+    values = {name: value for name, value in form.get_config().items() if name in _PARAMETERS}
+    return TrainWeightsConfig(**values, **others)
+
+
 def _of_format(form: Format, configs: Sequence[TrainWeightsConfig]) -> TrainWeightsConfig:
     """Return a configuration of one format, with the base model and calibration that other configurations agree on."""
-    values = {name: value for name, value in form.get_config().items() if name in _PARAMETERS}
     origins = {(config.base_model, config.calibration_sha256) for config in configs}
     base_model, calibration_sha256 = origins.pop() if len(origins) == 1 else (None, None)
     compress = any(config.compress for config in configs)
-    return TrainWeightsConfig(**values, compress=compress, base_model=base_model, calibration_sha256=calibration_sha256)
+    return config_of(form, compress=compress, base_model=base_model, calibration_sha256=calibration_sha256)
 
 
 def _is_other(choice: Choice) -> bool:

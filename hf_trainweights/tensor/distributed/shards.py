@@ -79,10 +79,9 @@ def gather(tensor: DTensor) -> Tensor:
             gathered[key] = _gather(placed, stored, size, dims)
         else:
             # Bits of two shards may share a byte, so each code is sent in a byte of its own.
-            codes = unpack_bits(stored, bits, shard.stored_shape[-1] // form.column_step).to(torch.uint8)
-            gathered[key] = pack_bits(
-                _gather(placed, codes, (*size[:-1], placed.stored_shape[-1] // form.column_step), dims), bits
-            )
+            codes = unpack_bits(stored, bits, form.groups_in(shard.stored_shape[-1])).to(torch.uint8)
+            groups = form.groups_in(placed.stored_shape[-1])
+            gathered[key] = pack_bits(_gather(placed, codes, (*size[:-1], groups), dims), bits)
     return shard.holding(gathered)
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from covering import exhaustive
+from weights import QUANTIZABLE
 
-from hf_trainweights.formats import FORMATS
 from hf_trainweights_cli.demo import measurement, speed
 from hf_trainweights_cli.demo.corpus import Corpus, read_corpus
 from hf_trainweights_cli.demo.run import Result, run_demo
@@ -25,7 +25,7 @@ def corpus() -> Corpus:
     return read_corpus()
 
 
-@pytest.fixture(scope="session", params=[["int8", "int4"], *exhaustive(list(FORMATS))], ids=["two", "all"])
+@pytest.fixture(scope="session", params=[["int8", "int4"], *exhaustive(QUANTIZABLE)], ids=["two", "all"])
 def formats(request: pytest.FixtureRequest) -> list[str]:
     return request.param
 

@@ -250,11 +250,11 @@ BAD = {
     "activations": ({"format": "int8", "activations": "int4"}, 'activations: expected "int8" or None'),
     "activations of int4": (
         {"format": "int4", "activations": "int8"},
-        "format int4: expected .*column_scale, found activ",
+        "format int4: expected .*column_order, found activ",
     ),
     "no group size": (
-        {"format": "float8_e4m3", "group_size": 32},
-        "float8_e4m3: expected column_scale, found",
+        {"format": "codebook4", "group_size": 32},
+        "codebook4: expected column_scale, column_order, found",
     ),
     "column scale": ({"column_scale": 1}, "column_scale: expected True or False, found 1"),
     "include": ({"include_embeddings": 1}, "include_embeddings: expected True or False, found 1"),
@@ -274,7 +274,7 @@ BAD = {
     "override dict": ({"overrides": {"a": {}}}, rf"overrides\['a'\]: expected one of {ALL_FORMATS}, found None"),
     "override parameter": (
         {"overrides": {"a": {"format": "int4", "bits": 3}}},
-        r"overrides\['a'\].*group_size, column_scale, found bits",
+        r"overrides\['a'\].*group_size, column_scale, column_order, found bits",
     ),
     "override group": ({"overrides": {"a": {"format": "int4", "group_size": 1}}}, r"overrides\['a'\].*32, 64, 128"),
     "override regex": ({"overrides": {"re:*": "int8"}}, r"overrides: expected a regular expression, found '\*'"),

@@ -16,16 +16,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import MergeModulelist
+from weights import QUANTIZABLE
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig
 from hf_trainweights.errors import CorruptFileError, QuantizationError, TrainWeightsError
-from hf_trainweights.formats import FORMATS, get_format
+from hf_trainweights.formats import get_format
 from hf_trainweights.models.choosing.selection import choose
 from hf_trainweights.models.loading.conversion import LoadState, TrainWeightsDeserialize, TrainWeightsQuantize
 
 # The group size must divide 64, the rows of the tiny models.
 CONFIGS = [{"format": "int8"}, {"format": "int8", "group_size": 32}, {"format": "int4", "group_size": 32}]
-CONFIGS += [{"format": name} for name in FORMATS if name not in ("int8", "int4")]
+CONFIGS += [{"format": name} for name in QUANTIZABLE if name not in ("int8", "int4")]
 # Their checkpoints keep one tensor per expert; gpt-oss keeps them merged, and transposed.
 MERGED = ["qwen3_moe", "mixtral", "deepseek_v3"]
 EXPERT = "model.layers.1.mlp.experts"

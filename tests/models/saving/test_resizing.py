@@ -13,11 +13,11 @@ from architectures import ARCHITECTURES, outputs
 from covering import by_default
 from torch import Tensor
 from transformers import PreTrainedModel
-from weights import same_stored
+from weights import QUANTIZABLE, same_stored
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_, verify_model
 from hf_trainweights.errors import UnsupportedError
-from hf_trainweights.formats import FORMATS, parameters_of
+from hf_trainweights.formats import parameters_of
 
 # Each of many tests saves and loads a model.
 pytestmark = pytest.mark.slow
@@ -102,7 +102,7 @@ def test_quantized_embeddings_are_resized_and_old_rows_keep_their_codes(
     assert_saved_and_reloaded(name, model, tmp_path / "again")
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", QUANTIZABLE)
 def test_new_rows_of_tied_embeddings_are_quantized_in_the_same_format(form: str, tmp_path: Path) -> None:
     options = {"group_size": 32} if "group_size" in parameters_of(form) else {}
     config = TrainWeightsConfig(form, include_embeddings=True, **options)

@@ -1,14 +1,15 @@
 // Products of one to four rows of x with integer codes. Each row of the weight is read once, in one stream. A vector of
 // codes is multiplied with the digits of every token while it is in a register. A span is as many columns as have their
-// products added up as integers, before a scale multiplies the sum.
+// products added up as integers, before a scale multiplies the sum. A step is the columns of one vector of codes.
 #include "digits.h"
 #include "integers.h"
 
 typedef struct {
     float *token_scales;    // [M]
-    Integers *offset_sums;  // [M][digits][spans]: -offset * the sum of the digits. Sums of products begin with it,
+    Integers *offset_sums;  // [spans][M][digits]: -offset * the sum of the digits. Sums of products begin with it,
                             // because codes are too large by the offset
-    int8_t *digits;         // [M][digits][padded K]; for nibbles, a pair of vectors has its even columns first
+    float *group_sums;      // [padded G / LANES][M][LANES]: the same for each group, as one number
+    Integers *digits;       // [steps][M][digits][halves]: for nibbles, the first half has the even columns of a step
 } Tokens;
 
 // So many bytes of digits no longer stay in the first-level cache, and two rows of the weight are multiplied side by
@@ -19,10 +20,17 @@ typedef struct {
 // other half can begin. With a weight in the caches, one token takes a fifth less time, and a third less with AVX-VNNI.
 #define HALVED_SUMS 4
 
+// The kinds of spans: a row with one scale, the groups within one step, a group of one or two steps, which the compiler
+// then knows, or of any number of steps.
+enum { WHOLE_ROW = -2, WITHIN = -1, SEVERAL = 0, ONE = 1, TWO = 2 };
+
 // The codes of so many columns fill a vector.
 #define COLUMNS_OF(BITS) (BYTES * 8 / (BITS))
+// The vectors of digits that belong to a vector of codes, for each token and digit.
+#define HALVES_OF(KIND) (8 / bits_of(KIND))
 
 static int64_t padded_length(const Product *p) { return round_up(p->weight.K, COLUMNS_OF(p->weight.bits)); }
+static int64_t padded_groups(const Product *p) { return round_up(groups_of(p), LANES); }
 
 // Return the columns of a span: those of a row with one scale, of a group, or of the groups within one vector.
 static int64_t span_columns(const Product *p) {
@@ -32,166 +40,308 @@ static int64_t span_columns(const Product *p) {
 
 static int64_t spans_of(const Product *p) { return padded_length(p) / span_columns(p); }
 
+static int span_of(const Product *p) {
+    int64_t size = p->weight.group_size, step = COLUMNS_OF(p->weight.bits);
+    if (!size) return WHOLE_ROW;
+    if (size < step || (size == step && p->weight.bits == 8)) return WITHIN;
+    return size == step ? ONE : size == 2 * step && p->weight.digits > 1 ? TWO : SEVERAL;
+}
+
+// Return whether the offset of nibbles is subtracted for all groups of a row at once, in float32. That saves loads in
+// each step, and is as exact while the sums of a group have no more digits than float32.
+static inline int has_group_sums(int kind, int digits) { return kind == NIBBLES && digits < 3; }
+
 int64_t few_rows_bytes(const Product *p) {
-    return round_up(p->M * 4, BYTES) + p->M * p->weight.digits * (spans_of(p) * BYTES + padded_length(p));
+    int64_t vectors = p->M * p->weight.digits;
+    return round_up(p->M * 4, BYTES) + vectors * (spans_of(p) * BYTES + padded_length(p)) + p->M * padded_groups(p) * 4;
 }
 
 static Tokens tokens_at(const Product *p, int8_t *memory) {
     Tokens tokens = {.token_scales = (float *)memory};
     tokens.offset_sums = (Integers *)(memory + round_up(p->M * 4, BYTES));
-    tokens.digits = (int8_t *)(tokens.offset_sums + p->M * p->weight.digits * spans_of(p));
+    tokens.group_sums = (float *)(tokens.offset_sums + p->M * p->weight.digits * spans_of(p));
+    tokens.digits = (Integers *)(tokens.group_sums + p->M * padded_groups(p));
     return tokens;
 }
 
 // Put the digits of even columns before those of odd ones, because low halves of bytes hold the codes of even columns.
-static void split_columns(int8_t *digits) {
-    int8_t even[BYTES], odd[BYTES];
+static void split_columns(Integers step[2]) {
+    int8_t digits[2 * BYTES], even[BYTES], odd[BYTES];
+    memcpy(digits, step, 2 * BYTES);
     for (int i = 0; i < BYTES; i++) {
         even[i] = digits[2 * i];
         odd[i] = digits[2 * i + 1];
     }
-    memcpy(digits, even, BYTES);
-    memcpy(digits + BYTES, odd, BYTES);
+    memcpy(step, even, BYTES);
+    memcpy(step + 1, odd, BYTES);
+}
+
+// Write the digits of a step of token m, and add the digits of each four columns to `sums`.
+static inline void write_step(const Product *p, const Tokens *tokens, int64_t m, int64_t k, Floats per_unit,
+                              Integers sums[3]) {
+    const Weight *w = &p->weight;
+    const char *x = (const char *)p->x + m * w->K * itemsize(w->dtype);
+    int64_t columns = COLUMNS_OF(w->bits), halves = HALVES_OF(w->bits), digits = w->digits;
+    Integers *step = tokens->digits + (k / columns * p->M + m) * digits * halves, digit_vectors[3];
+    for (int half = 0; half < halves; half++) {
+        write_digits(x, w->dtype, k + half * BYTES, w->K, per_unit, (int)digits, digit_vectors);
+        for (int d = 0; d < digits; d++) step[d * halves + half] = digit_vectors[d];
+    }
+    for (int d = 0; d < digits; d++) {
+        if (halves == 2) split_columns(step + d * halves);
+        for (int half = 0; half < halves; half++)
+            sums[d] = add_products_of_bytes(sums[d], all_bytes(1), step[d * halves + half]);
+    }
+}
+
+// Write the sums of token m over the groups of a span. The lanes of `sums` hold equal shares of its columns.
+static void write_group_sums(const Product *p, const Tokens *tokens, int64_t m, int64_t span, Floats sums) {
+    int64_t groups = span_columns(p) / p->weight.group_size, lanes = LANES / groups;
+    for (int64_t i = 0; i < groups; i++) {
+        int64_t g = span * groups + i;
+        float sum = 0;
+        for (int64_t lane = 0; lane < lanes; lane++) sum += sums[i * lanes + lane];
+        // There are no groups in the rest of the last vector, and their sums are 0.
+        if (g < padded_groups(p)) tokens->group_sums[(g / LANES * p->M + m) * LANES + g % LANES] = sum;
+    }
 }
 
 static void write_token(const Product *p, const Tokens *tokens, int64_t m) {
     const Weight *w = &p->weight;
-    const char *x = (const char *)p->x + m * w->K * itemsize(w->dtype);
-    int64_t size = span_columns(p), spans = spans_of(p), length = padded_length(p);
-    int8_t *digits = tokens->digits + m * w->digits * length;
-    Integers *offset_sums = tokens->offset_sums + m * w->digits * spans, digit_vectors[3];
-    float top = largest_magnitude(x, w->dtype, w->K);
+    int64_t columns = span_columns(p), step = COLUMNS_OF(w->bits), offset = offset_of(kind_of(p));
+    float top = largest_magnitude((const char *)p->x + m * w->K * itemsize(w->dtype), w->dtype, w->K);
     Floats per_unit = all_floats(1 / unit_of(top, w->digits));
     tokens->token_scales[m] = top / 127;
-    for (int64_t k = 0; k < length; k += BYTES) {
-        write_digits(x, w->dtype, k, w->K, per_unit, w->digits, digit_vectors);
-        for (int d = 0; d < w->digits; d++) *(Integers *)(digits + d * length + k) = digit_vectors[d];
+    for (int64_t g = 0; g < padded_groups(p); g += LANES)
+        *(Floats *)(tokens->group_sums + g * p->M + m * LANES) = all_floats(0);
+    for (int64_t span = 0; span < spans_of(p); span++) {
+        Integers sums[3] = {all_integers(0), all_integers(0), all_integers(0)};
+        for (int64_t k = 0; k < columns; k += step) write_step(p, tokens, m, span * columns + k, per_unit, sums);
+        for (int d = 0; d < w->digits; d++)
+            tokens->offset_sums[(span * p->M + m) * w->digits + d] = sums[d] *= (int32_t)-offset;
+        if (has_group_sums(kind_of(p), w->digits))
+            write_group_sums(p, tokens, m, span, join_digits(sums, w->digits));
     }
-    for (int64_t i = 0; w->bits == 4 && i < w->digits * length; i += COLUMNS_OF(4)) split_columns(digits + i);
-    for (int d = 0; d < w->digits; d++)
-        for (int64_t span = 0; span < spans; span++) {
-            Integers sum = all_integers(0);
-            for (int64_t k = span * size; k < (span + 1) * size; k += BYTES)
-                sum = add_products_of_bytes(sum, all_bytes(1), *(Integers *)(digits + d * length + k));
-            offset_sums[d * spans + span] = sum * -offset_of(kind_of(p));
-        }
 }
 
-// Multiply the vector of codes from column k on with each vector of digits there, and add the products to `products`.
-static inline __attribute__((always_inline)) void add_products(const uint8_t *codes[PAIR], const int8_t *digits,
-                                                               int64_t length, int64_t k, int64_t left, int rows,
-                                                               int vectors, int kind,
+// A row of the weight, or two that are multiplied side by side.
+typedef struct {
+    const uint8_t *codes[PAIR];
+    const float *scale;  // [rows][scale_length]
+    int64_t scales;      // the distance of the scales of two rows
+} Rows;
+
+// Multiply a vector of codes of each row with the digits of a step, and add the products to `products`.
+static inline __attribute__((always_inline)) void add_products(const Rows *pair, int64_t at, const Integers *digits,
+                                                               int rows, int vectors, int kind,
                                                                Integers products[PAIR][FEW_ROWS * 3]) {
+    const int halves = HALVES_OF(kind);
     Integers loaded[PAIR][2];
     for (int row = 0; row < rows; row++) {
-        const uint8_t *from = codes[row] + (k * bits_of(kind) >> 3);
-        fetch_ahead(from);
-        Integers bytes = load_bytes(from, left * bits_of(kind) >> 3);
+        fetch_ahead(pair->codes[row] + at);
+        Integers bytes = load_bytes(pair->codes[row] + at, BYTES);
+        if (kind != BYTE_CODES) bytes = loaded_once(bytes);
         loaded[row][0] = kind == BYTE_CODES ? bytes ^ all_bytes(BYTE_OFFSET) : bytes & all_bytes(0x0f);
         loaded[row][1] = bytes >> 4 & all_bytes(0x0f);
-        for (int half = 0; kind == INDEXES && half < 2; half++)
-            loaded[row][half] = values_of(loaded[row][half]);
+        for (int half = 0; kind == INDEXES && half < 2; half++) loaded[row][half] = values_of(loaded[row][half]);
     }
-    for (int i = 0; i < vectors; i++)
-        for (int half = 0; half < 8 / bits_of(kind); half++) {
-            Integers x = *(const Integers *)(digits + i * length + k + half * BYTES);
+    for (int half = 0; half < halves; half++)
+        for (int i = 0; i < vectors; i++)
             for (int row = 0; row < rows; row++)
-                products[row][i] = add_products_of_bytes(products[row][i], loaded[row][half], x);
+                products[row][i] =
+                    add_products_of_bytes(products[row][i], loaded[row][half], digits[i * halves + half]);
+}
+
+// Copy the last bytes of a row, which fill no vector. Zeros follow them.
+static __attribute__((noinline)) const uint8_t *copy_tail(const uint8_t *from, int64_t bytes, uint8_t tail[BYTES]) {
+    memset(tail, 0, BYTES);
+    return memcpy(tail, from, bytes);
+}
+
+// Add the products of a row with one scale, which `totals` has to be multiplied by yet.
+static inline __attribute__((always_inline)) void add_whole_row(const Rows *of, const Integers *x,
+                                                                const Integers *offset_sums, int64_t bytes, int rows,
+                                                                int M, int digits, int kind,
+                                                                Floats totals[PAIR][FEW_ROWS]) {
+    const int vectors = M * digits, step = vectors * HALVES_OF(kind);
+    Integers products[PAIR][FEW_ROWS * 3], others[PAIR][FEW_ROWS * 3];
+    Rows pair = *of;
+    uint8_t tails[PAIR][BYTES];
+    int64_t at = 0;
+    for (int row = 0; row < rows; row++)
+        for (int i = 0; i < vectors; i++) {
+            products[row][i] = offset_sums[i];
+            others[row][i] = all_integers(0);
         }
-}
-
-// Add the products of the vectors before `end`, two at a time to the halves of a sum. Return the column behind them.
-static inline __attribute__((always_inline)) int64_t add_in_halves(const uint8_t *codes[PAIR], const int8_t *digits,
-                                                                   int64_t length, int64_t end, int rows, int vectors,
-                                                                   int kind, Integers products[PAIR][FEW_ROWS * 3]) {
-    Integers others[PAIR][FEW_ROWS * 3];
-    int64_t k = 0, columns = COLUMNS_OF(bits_of(kind));
-    for (int row = 0; row < rows; row++)
-        for (int i = 0; i < vectors; i++) others[row][i] = all_integers(0);
-    for (; k + 2 * columns <= end; k += 2 * columns) {
-        add_products(codes, digits, length, k, columns, rows, vectors, kind, products);
-        add_products(codes, digits, length, k + columns, columns, rows, vectors, kind, others);
+    for (; rows * vectors <= HALVED_SUMS && at + 2 * BYTES <= bytes; at += 2 * BYTES, x += 2 * step) {
+        add_products(&pair, at, x, rows, vectors, kind, products);
+        add_products(&pair, at + BYTES, x + step, rows, vectors, kind, others);
     }
-    for (int row = 0; row < rows; row++)
-        for (int i = 0; i < vectors; i++) products[row][i] += others[row][i];
-    return k;
-}
-
-// Fill the sums [rows][FEW_ROWS] of rows of the weight from n on. The scales of two rows lie `scales` floats apart.
-static inline __attribute__((always_inline)) void multiply_pair(const Product *p, const Tokens *tokens, int64_t n,
-                                                                const float *scale, int64_t scales, int rows, int M,
-                                                                int digits, int kind, float *sums) {
-    int64_t K = p->weight.K, size = span_columns(p), spans = spans_of(p), length = padded_length(p);
-    int64_t columns = COLUMNS_OF(bits_of(kind));
-    int64_t group = p->weight.group_size ? p->weight.group_size : size, groups = size / group;
-    const uint8_t *codes[PAIR];
-    Floats total[PAIR][FEW_ROWS];
+    for (; at + BYTES <= bytes; at += BYTES, x += step) add_products(&pair, at, x, rows, vectors, kind, products);
+    if (at < bytes) {
+        for (int row = 0; row < rows; row++) pair.codes[row] = copy_tail(pair.codes[row] + at, bytes - at, tails[row]);
+        add_products(&pair, 0, x, rows, vectors, kind, products);
+    }
     for (int row = 0; row < rows; row++) {
-        codes[row] = row_of(p, n + row);
-        for (int m = 0; m < M; m++) total[row][m] = all_floats(0);
+        for (int i = 0; i < vectors; i++) products[row][i] += others[row][i];
+        for (int m = 0; m < M; m++) totals[row][m] = join_digits(products[row] + m * digits, digits);
     }
-    for (int64_t span = 0; span < spans; span++, scale += groups) {
-        Integers products[PAIR][FEW_ROWS * 3];
-        int64_t k = span * size, end = least(k + size, K);
-        for (int row = 0; row < rows; row++)
-            for (int i = 0; i < M * digits; i++) products[row][i] = tokens->offset_sums[i * spans + span];
-        // Groups need no halves: they are short, and the sums of different groups do not wait for each other.
-        if (rows * M * digits <= HALVED_SUMS && spans == 1)
-            k = add_in_halves(codes, tokens->digits, length, end, rows, M * digits, kind, products);
-        // Full vectors need no mask: with one, AMD's Zen 5 takes three times as long for one token in int8.
-        for (; k + columns <= end; k += columns)
-            add_products(codes, tokens->digits, length, k, columns, rows, M * digits, kind, products);
-        if (k < end) add_products(codes, tokens->digits, length, k, end - k, rows, M * digits, kind, products);
-        for (int row = 0; row < rows; row++) {
-            Floats factors = span_scale(scale + row * scales, group, columns);
-            for (int m = 0; m < M; m++) {
-                Floats joined = join_digits(products[row] + m * digits, digits);
-                total[row][m] = multiply_add(joined, factors, total[row][m]);
-            }
-        }
-    }
+}
+
+// Add the products of a span times their scales to `totals`.
+static inline __attribute__((always_inline)) void add_span(const Rows *pair, int64_t at, const Integers *x,
+                                                           const Integers *offset_sums, int64_t scale_at,
+                                                           Integers lanes, int64_t steps, int rows, int M, int digits,
+                                                           int kind, int span, Floats totals[PAIR][FEW_ROWS]) {
+    const int vectors = M * digits, step = vectors * HALVES_OF(kind);
+    Integers products[PAIR][FEW_ROWS * 3];
     for (int row = 0; row < rows; row++)
-        for (int m = 0; m < M; m++) sums[row * FEW_ROWS + m] = sum_of(total[row][m]);
-}
-
-#define CASE(M_, DIGITS, KIND)                                                                      \
-    if (p->M == M_ && p->weight.digits == DIGITS && kind_of(p) == KIND) {                           \
-        if (rows == PAIR) multiply_pair(p, tokens, n, scale, scales, PAIR, M_, DIGITS, KIND, sums); \
-        else multiply_pair(p, tokens, n, scale, scales, 1, M_, DIGITS, KIND, sums);                 \
+        for (int i = 0; i < vectors; i++)
+            products[row][i] = has_group_sums(kind, digits) ? all_integers(0) : offset_sums[i];
+    for (int64_t i = 0; i < steps; i++)
+        add_products(pair, at + i * BYTES, x + i * step, rows, vectors, kind, products);
+    for (int row = 0; row < rows; row++) {
+        const float *scale = pair->scale + row * pair->scales + scale_at;
+        Floats factors = span == WITHIN ? permuted(*(const Floats *)scale, lanes) : all_floats(*scale);
+        for (int m = 0; m < M; m++)
+            totals[row][m] =
+                multiply_add(join_digits(products[row] + m * digits, digits), factors, totals[row][m]);
     }
-#define CASES(DIGITS, KIND) CASE(1, DIGITS, KIND) CASE(2, DIGITS, KIND) CASE(3, DIGITS, KIND) CASE(4, DIGITS, KIND)
-
-// The compiler gets these numbers as constants, so that the sums stay in registers.
-static void multiply_pair_of(const Product *p, const Tokens *tokens, int64_t n, const float *scale, int64_t scales,
-                             int rows, float *sums) {
-    CASES(1, BYTE_CODES) CASES(2, BYTE_CODES) CASES(3, BYTE_CODES)
-    CASES(1, NIBBLES) CASES(2, NIBBLES) CASES(3, NIBBLES)
-    CASES(1, INDEXES) CASES(2, INDEXES) CASES(3, INDEXES)
 }
 
-static void multiply_rows(const Product *p, const Tokens *tokens, int64_t first, int64_t count) {
+// Add the products of a row whose groups have scales.
+static inline __attribute__((always_inline)) void add_groups(const Rows *of, const Integers *x,
+                                                             const Integers *offset_sums, int64_t bytes, int64_t size,
+                                                             int rows, int M, int digits, int kind, int span,
+                                                             Floats totals[PAIR][FEW_ROWS]) {
+    const int vectors = M * digits;
+    // Groups within a vector have several scales, each for equally many lanes of the sums.
+    const int64_t columns = COLUMNS_OF(bits_of(kind)), groups = span == WITHIN ? columns / size : 1;
+    const int64_t steps = span == SEVERAL ? size / columns : span == TWO ? 2 : 1;
+    const Integers lanes = lane_numbers() >> __builtin_ctzll(LANES / groups);
+    Rows pair = *of;
+    uint8_t tails[PAIR][BYTES];
+    int64_t at = 0, scale_at = 0;
+    for (int row = 0; row < rows; row++)
+        for (int m = 0; m < M; m++) totals[row][m] = all_floats(0);
+    for (; at + steps * BYTES <= bytes; at += steps * BYTES, scale_at += groups) {
+        add_span(&pair, at, x, offset_sums, scale_at, lanes, steps, rows, M, digits, kind, span, totals);
+        x += steps * vectors * HALVES_OF(kind);
+        offset_sums += vectors;
+    }
+    if (span == WITHIN && at < bytes) {
+        for (int row = 0; row < rows; row++) pair.codes[row] = copy_tail(pair.codes[row] + at, bytes - at, tails[row]);
+        add_span(&pair, 0, x, offset_sums, scale_at, lanes, steps, rows, M, digits, kind, span, totals);
+    }
+}
+
+// Add the scales of all groups times the sums of x there.
+static inline __attribute__((always_inline)) void add_group_sums(const Rows *pair, const float *group_sums, int64_t G,
+                                                                 int rows, int M, Floats totals[PAIR][FEW_ROWS]) {
+    for (int64_t g = 0; g < G; g += LANES, group_sums += M * LANES)
+        for (int row = 0; row < rows; row++) {
+            Floats factors = *(const Floats *)(pair->scale + row * pair->scales + g);
+            for (int m = 0; m < M; m++)
+                totals[row][m] =
+                    multiply_add(*(const Floats *)(group_sums + m * LANES), factors, totals[row][m]);
+        }
+}
+
+// Compiled once, and not in each function below.
+static __attribute__((noinline)) void write_scales_of_row(const Product *p, int64_t n, float *to) {
+    write_scales(p, n, scale_length(p), to);
+}
+
+// Fill the sums of as many rows of a block as `rows` divides, and return their number.
+static inline __attribute__((always_inline)) int64_t multiply_rows(const Product *p, const Tokens *tokens,
+                                                                   int64_t first, int64_t count, float *scale,
+                                                                   int rows, int M, int digits, int kind, int span,
+                                                                   float results[FEW_ROWS][LANES]) {
+    int64_t bytes = p->weight.K * bits_of(kind) >> 3, size = p->weight.group_size, scales = scale_length(p), n = 0;
+    for (; n + rows <= count; n += rows) {
+        Rows pair = {.scale = scale, .scales = scales};
+        Floats totals[PAIR][FEW_ROWS];
+        for (int row = 0; row < rows; row++) {
+            pair.codes[row] = row_of(p, first + n + row);
+            if (span != WHOLE_ROW) write_scales_of_row(p, first + n + row, scale + row * scales);
+        }
+        if (span == WHOLE_ROW)
+            add_whole_row(&pair, tokens->digits, tokens->offset_sums, bytes, rows, M, digits, kind, totals);
+        else
+            add_groups(&pair, tokens->digits, tokens->offset_sums, bytes, size, rows, M, digits, kind, span, totals);
+        if (has_group_sums(kind, digits)) add_group_sums(&pair, tokens->group_sums, groups_of(p), rows, M, totals);
+        for (int row = 0; row < rows; row++)
+            for (int m = 0; m < M; m++) results[m][n + row] = sum_of(totals[row][m]);
+    }
+    return n;
+}
+
+typedef int64_t (*MultiplyRows)(const Product *, const Tokens *, int64_t, int64_t, float *, float (*)[LANES]);
+
+// The compiler gets these numbers as constants, so that the sums stay in registers. Each function is compiled for
+// itself: in one function with all loops, the compiler keeps constants and addresses in memory.
+#define FUNCTION(ROWS, M, DIGITS, KIND, SPAN)                                                       \
+    static __attribute__((noinline)) int64_t multiply_##ROWS##_##M##_##DIGITS##_##KIND##_##SPAN(    \
+        const Product *p, const Tokens *tokens, int64_t first, int64_t count, float *scale,         \
+        float results[FEW_ROWS][LANES]) {                                                           \
+        return multiply_rows(p, tokens, first, count, scale, ROWS, M, DIGITS, KIND, SPAN, results); \
+    }
+#define CASE(ROWS, M_, DIGITS, KIND, SPAN)                                                                     \
+    if (rows == ROWS && p->M == M_ && p->weight.digits == DIGITS && kind_of(p) == KIND && span_of(p) == SPAN) \
+        return multiply_##ROWS##_##M_##_##DIGITS##_##KIND##_##SPAN;
+#define FOR_TOKENS(DO, ...)                                                                                     \
+    DO(1, 1, __VA_ARGS__) DO(1, 2, __VA_ARGS__) DO(1, 3, __VA_ARGS__) DO(1, 4, __VA_ARGS__)                     \
+    DO(2, 1, __VA_ARGS__) DO(2, 2, __VA_ARGS__) DO(2, 3, __VA_ARGS__) DO(2, 4, __VA_ARGS__)
+#define FOR_DIGITS(DO, ...) FOR_TOKENS(DO, 2, __VA_ARGS__) FOR_TOKENS(DO, 3, __VA_ARGS__)
+#define FOR_ALL(DO)                                                                                             \
+    FOR_DIGITS(DO, NIBBLES, WITHIN) FOR_DIGITS(DO, NIBBLES, ONE) FOR_LONG_GROUPS(DO)                            \
+    FOR_DIGITS(DO, INDEXES, WITHIN) FOR_INDEXES_OF_ONE(DO)                                                      \
+    FOR_DIGITS(DO, BYTE_CODES, WITHIN) FOR_DIGITS(DO, BYTE_CODES, TWO) FOR_DIGITS(DO, BYTE_CODES, SEVERAL)      \
+    FOR_DIGITS(DO, BYTE_CODES, WHOLE_ROW) FOR_TOKENS(DO, 1, BYTE_CODES, WITHIN)                                 \
+    FOR_TOKENS(DO, 1, BYTE_CODES, SEVERAL) FOR_TOKENS(DO, 1, BYTE_CODES, WHOLE_ROW)
+// Groups of nibbles have 32, 64 or 128 columns, and those of codebook4 have 32.
+#if BYTES == 64
+#define FOR_LONG_GROUPS(DO)
+#elif BYTES == 32
+#define FOR_LONG_GROUPS(DO) FOR_DIGITS(DO, NIBBLES, TWO)
+#else
+#define FOR_LONG_GROUPS(DO) FOR_DIGITS(DO, NIBBLES, TWO) FOR_DIGITS(DO, NIBBLES, SEVERAL)
+#endif
+#if BYTES == 16
+#define FOR_INDEXES_OF_ONE(DO) FOR_DIGITS(DO, INDEXES, ONE)
+#else
+#define FOR_INDEXES_OF_ONE(DO)
+#endif
+
+FOR_ALL(FUNCTION)
+
+static MultiplyRows function_of(const Product *p, int rows) {
+    FOR_ALL(CASE)
+    return NULL;
+}
+
+static void multiply_block(const Product *p, const Tokens *tokens, MultiplyRows single, MultiplyRows paired,
+                           int64_t first, int64_t count) {
     const Weight *w = &p->weight;
-    int64_t G = groups_of(p), scales = round_up(G, LANES) + LANES, vectors = p->M * w->digits;
-    int64_t step = vectors * padded_length(p) < PAIRED_BYTES || PAIR * vectors > SUMS ? 1 : PAIR;
-    float results[FEW_ROWS][LANES], sums[PAIR * FEW_ROWS], scale[PAIR * scales];
-    for (int64_t n = 0; n < count; n += step) {
-        int rows = (int)least(step, count - n);
-        for (int row = 0; row < rows; row++)
-            write_scales(p, first + n + row, scales, scale + row * scales);
-        multiply_pair_of(p, tokens, first + n, scale, scales, rows, sums);
-        for (int row = 0; row < rows; row++)
-            for (int64_t m = 0; m < p->M; m++) results[m][n + row] = sums[row * FEW_ROWS + m];
-    }
+    float results[FEW_ROWS][LANES], scale[PAIR * scale_length(p)];
+    int64_t n = paired ? paired(p, tokens, first, count, scale, results) : 0;
+    float(*rest)[LANES] = (float(*)[LANES])(results[0] + n);
+    if (n < count) single(p, tokens, first + n, count - n, scale, rest);
     Floats bias = p->bias ? load_floats(p->bias, w->dtype, first, count) : all_floats(0);
+    Floats scales = w->group_size ? all_floats(1) : load_floats(p->scale, w->scale_dtype, first, count);
     for (int64_t m = 0; m < p->M; m++) {
-        Floats values = multiply_add(*(Floats *)results[m], all_floats(tokens->token_scales[m]), bias);
-        store_floats(p->out, w->dtype, m * w->N + first, count, values);
+        Floats factors = scales * all_floats(tokens->token_scales[m]);
+        store_floats(p->out, w->dtype, m * w->N + first, count, multiply_add(*(Floats *)results[m], factors, bias));
     }
 }
 
 void multiply_few_rows(const Product *p, int threads, int8_t *memory) {
     Tokens tokens = tokens_at(p, memory);
+    int64_t vectors = p->M * p->weight.digits;
+    int is_paired = vectors * padded_length(p) >= PAIRED_BYTES && PAIR * vectors <= SUMS;
+    MultiplyRows single = function_of(p, 1), paired = is_paired ? function_of(p, PAIR) : NULL;
     for (int64_t m = 0; m < p->M; m++) write_token(p, &tokens, m);
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
-    for (int64_t n = 0; n < p->weight.N; n += LANES) multiply_rows(p, &tokens, n, least(LANES, p->weight.N - n));
+    for (int64_t n = 0; n < p->weight.N; n += LANES)
+        multiply_block(p, &tokens, single, paired, n, least(LANES, p->weight.N - n));
 }

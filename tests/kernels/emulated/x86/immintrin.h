@@ -3,6 +3,7 @@
 #pragma once
 #define _IMMINTRIN_H_INCLUDED
 #define __IMMINTRIN_H
+#define EMULATED_VECTORS
 #include <math.h>
 #include <nmmintrin.h>
 #include <stdint.h>
