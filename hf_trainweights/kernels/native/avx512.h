@@ -35,6 +35,14 @@ static inline Integers loaded_once(Integers values) {
     return values;
 }
 
+// Return a product that the compiler does not fuse with the sum that follows.
+static inline Floats unfused(Floats values) {
+#ifndef EMULATED_VECTORS
+    __asm__("" : "+v"(values));
+#endif
+    return values;
+}
+
 static inline Integers lane_numbers(void) {
     return (Integers){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 }
