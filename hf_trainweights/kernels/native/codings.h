@@ -26,56 +26,91 @@ static inline int has_offsets(const Weight *w) { return w->offset == BIAS || w->
 // The floats of each array of `Groups`.
 static inline int64_t groups_length(int64_t G) { return round_up(G, LANES) + LANES; }
 
-static inline void write_products(const uint8_t *integers, int count, int less, float factor, float *to) {
-    for (int i = 0; i < count; i++) to[i] = (float)((int)integers[i] - less) * factor;
+// Write eight integers, the bytes of a word, less a number, times a factor.
+static inline __attribute__((always_inline)) void write_octets(uint64_t octets, int less, float factor, float *to) {
+#ifdef __AVX2__
+    __m256i integers = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)octets));
+    integers = _mm256_sub_epi32(integers, _mm256_set1_epi32(less));
+    _mm256_storeu_ps(to, _mm256_mul_ps(_mm256_cvtepi32_ps(integers), _mm256_set1_ps(factor)));
+#else
+    for (int i = 0; i < 8; i++) to[i] = (float)((int)(octets >> (8 * i) & 255) - less) * factor;
+#endif
 }
 
-// Unpack the integers of a superblock: scales to integers[0], and minima to integers[1].
-static inline void unpack_superblock(int coding, const uint8_t *from, uint8_t integers[2][16]) {
-    const uint32_t two = 0x03030303, four = 0x0f0f0f0f, six = 0x3f3f3f3f;
-    uint32_t words[4] = {0, 0, 0, 0}, *scales = (uint32_t *)integers[0], *minima = (uint32_t *)integers[1];
-    memcpy(words, from, coding == IQ4_XS ? 6 : coding == K4 || coding == K3 ? 12 : 16);
-    switch (coding) {
-        case K4:
-            scales[0] = words[0] & six;
-            scales[1] = (words[2] & four) | (words[0] >> 6 & two) << 4;
-            minima[0] = words[1] & six;
-            minima[1] = (words[2] >> 4 & four) | (words[1] >> 6 & two) << 4;
-            break;
-        case K2:
-            for (int i = 0; i < 4; i++) {
-                scales[i] = words[i] & four;
-                minima[i] = words[i] >> 4 & four;
-            }
-            break;
-        case K3:
-            for (int i = 0; i < 4; i++)
-                scales[i] = (words[i % 2] >> (i / 2 * 4) & four) | (words[2] >> (2 * i) & two) << 4;
-            break;
-        case K6: memcpy(scales, words, 16); break;
-        case IQ4_XS:
-            for (int i = 0; i < 8; i++)
-                integers[0][i] = (uint8_t)((from[2 + i / 2] >> (i % 2 * 4) & 15) | (from[i / 4] >> (i % 4 * 2) & 3) << 4);
-            break;
-        default: break;
+// Load 4, 6 or 8 bytes. A larger load of what smaller stores have written would wait for them.
+static inline __attribute__((always_inline)) uint64_t load_word(const uint8_t *from, int bytes) {
+    uint64_t word;
+    uint32_t half;
+    uint16_t quarter;
+    if (bytes == 8) {
+        memcpy(&word, from, 8);
+        return word;
     }
+    memcpy(&half, from, 4);
+    if (bytes == 4) return half;
+    memcpy(&quarter, from + 4, 2);
+    return half | (uint64_t)quarter << 32;
 }
 
-static inline int64_t superblock_octets(int coding) {
-    return coding == IQ4_XS ? 6 : coding == K4 || coding == K3 ? 12 : 16;
+#define EACH_OCTET(VALUE) (0x0101010101010101ull * (VALUE))
+
+// Move the eight lowest numbers of 4 bits, or of 2 bits, to a byte each.
+static inline uint64_t spread_fours(uint64_t word) {
+    word = (word | word << 16) & 0x0000ffff0000ffffull;
+    word = (word | word << 8) & 0x00ff00ff00ff00ffull;
+    return (word | word << 4) & EACH_OCTET(15);
+}
+static inline uint64_t spread_twos(uint64_t word) {
+    word = (word | word << 24) & 0x000000ff000000ffull;
+    word = (word | word << 12) & 0x000f000f000f000full;
+    return (word | word << 6) & EACH_OCTET(3);
 }
 
-static inline void write_superblocks(const Product *p, int64_t n, Groups to) {
-    int coding = p->weight.coding, count = coding == K4 || coding == IQ4_XS ? 8 : 16, has_minima = has_offsets(&p->weight);
-    int64_t blocks = p->weight.K / SUPERBLOCK, octets = superblock_octets(coding), first = n * blocks;
+// Return fields of 2 bits of the bytes of a word of 32 bits: those from bit `start` on, and behind them the next ones.
+static inline uint64_t twos_of(uint64_t word, int start) {
+    return (word >> start & 0x03030303) | (word >> (start + 2) & 0x03030303) << 32;
+}
+
+// The integers of a superblock, a byte each; eight groups need the first word alone.
+typedef struct {
+    uint64_t scales[2], minima[2];
+} Superblock;
+
+static inline __attribute__((always_inline)) Superblock unpack_superblock(const uint8_t *from, int coding) {
+    const uint64_t fours = EACH_OCTET(15), sixes = 0x3f3f3f3f;
+    const int last = coding == K4 || coding == K3 ? 4 : 8;
+    uint64_t words[2];
+    if (coding == IQ4_XS) words[0] = load_word(from, 6), words[1] = 0;
+    else words[0] = load_word(from, 8), words[1] = load_word(from + 8, last);
+    uint64_t first = words[0] & 0xffffffff, second = words[0] >> 32, low = words[1] & 0x0f0f0f0f;
+    if (coding == K4) {
+        uint64_t high = words[1] >> 4 & 0x0f0f0f0f;
+        return (Superblock){.scales = {(first & sixes) | (low | (first >> 6 & 0x03030303) << 4) << 32},
+                            .minima = {(second & sixes) | (high | (second >> 6 & 0x03030303) << 4) << 32}};
+    }
+    if (coding == K2)
+        return (Superblock){.scales = {words[0] & fours, words[1] & fours},
+                            .minima = {words[0] >> 4 & fours, words[1] >> 4 & fours}};
+    if (coding == K3)
+        return (Superblock){.scales = {(words[0] & fours) | twos_of(words[1], 0) << 4,
+                                       (words[0] >> 4 & fours) | twos_of(words[1], 4) << 4}};
+    if (coding == K6) return (Superblock){.scales = {words[0] ^ EACH_OCTET(128), words[1] ^ EACH_OCTET(128)}};
+    return (Superblock){.scales = {spread_fours(words[0] >> 16 & 0xffffffff) | spread_twos(words[0] & 0xffff) << 4}};
+}
+
+static inline __attribute__((always_inline)) void write_superblocks(const Product *p, int64_t n, Groups to,
+                                                                    int coding) {
+    const int eights = coding == K4 || coding == IQ4_XS ? 1 : 2, has_minima = coding == K4 || coding == K2;
+    const int less = coding == K6 ? 128 : has_minima ? 0 : 32;
+    const int64_t octets = coding == IQ4_XS ? 6 : coding == K4 || coding == K3 ? 12 : 16;
+    int64_t blocks = p->weight.K / SUPERBLOCK, first = n * blocks;
     for (int64_t b = 0; b < blocks; b++) {
-        uint8_t integers[2][16] __attribute__((aligned(16)));
+        Superblock integers = unpack_superblock(p->group_scale + (first + b) * octets, coding);
         Floats factors = load_floats(p->scale, FLOAT16, (first + b) * (has_minima ? 2 : 1), has_minima ? 2 : 1);
-        unpack_superblock(coding, p->group_scale + (first + b) * octets, integers);
-        if (coding == K6)
-            for (int i = 0; i < 16; i++) to.scale[16 * b + i] = (float)(int8_t)integers[0][i] * factors[0];
-        else write_products(integers[0], count, has_minima ? 0 : 32, factors[0], to.scale + count * b);
-        if (has_minima) write_products(integers[1], count, 0, -factors[1], to.offset + count * b);
+        for (int i = 0; i < eights; i++) {
+            write_octets(integers.scales[i], less, factors[0], to.scale + 8 * (eights * b + i));
+            if (has_minima) write_octets(integers.minima[i], 0, -factors[1], to.offset + 8 * (eights * b + i));
+        }
     }
 }
 
@@ -118,20 +153,25 @@ static inline void write_nested(const Product *p, int64_t n, int64_t G, float *t
 static inline void write_zeros(const Product *p, int64_t n, int64_t G, float *to) {
     const Weight *w = &p->weight;
     int added = w->offset == ZERO_POINT_MINUS_1, bits = w->zero_bits;
-    int64_t octets = (G * bits + 7) / 8;
-    const uint8_t *packed = p->zero_point + n * octets;
+    int64_t packed_bytes = (G * bits + 7) / 8;
+    const uint8_t *packed = p->zero_point + n * packed_bytes;
     if (w->offset == FIXED_ZERO)
         for (int64_t g = 0; g < G; g++) to[g] = (float)(1 << (w->bits - 1));
     else if (w->offset == FLOAT_ZERO_POINT)
         copy_as_float32(p->zero_point, w->scale_dtype, n * G, G, round_up(G, LANES), to);
-    else if (bits == 8)
-        for (int64_t g = 0; g < G; g++) to[g] = (float)(packed[g] + added);
     else
         for (int64_t g = 0, from = 0; g < G; g += 8, from += bits) {
-            uint64_t word = 0;
-            memcpy(&word, packed + from, least(bits, octets - from));
-            for (int i = 0; i < 8 && g + i < G; i++, word >>= bits)
-                to[g + i] = (float)((int)(word & ((1u << bits) - 1)) + added);
+            int64_t left = (p->weight.N - n) * packed_bytes - from;
+            uint64_t word = 0, octets = 0;
+            float eight[8];
+            if (left >= 8) word = load_word(packed + from, 8);
+            else memcpy(&word, packed + from, left);
+            if (bits == 8) octets = word;
+            else if (bits == 4) octets = spread_fours(word & 0xffffffff);
+            else
+                for (int i = 0; i < 8; i++) octets |= (word >> (i * bits) & ((1u << bits) - 1)) << (8 * i);
+            write_octets(octets, -added, 1, G - g < 8 ? eight : to + g);
+            if (G - g < 8) memcpy(to + g, eight, 4 * (G - g));
         }
 }
 
@@ -142,7 +182,11 @@ static inline void write_scales_of_coding(const Product *p, int64_t n, int64_t G
         case E4M3:
         case E4M3_DIVIDED: write_float8(p, n, G, to.scale); break;
         case NESTED: write_nested(p, n, G, to.scale); break;
-        default: write_superblocks(p, n, to); break;
+        case K4: write_superblocks(p, n, to, K4); break;
+        case K2: write_superblocks(p, n, to, K2); break;
+        case K3: write_superblocks(p, n, to, K3); break;
+        case K6: write_superblocks(p, n, to, K6); break;
+        default: write_superblocks(p, n, to, IQ4_XS); break;
     }
 }
 

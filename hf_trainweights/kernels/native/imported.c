@@ -85,29 +85,48 @@ static inline __attribute__((always_inline)) Floats rounded_to(Floats values, in
     return load_floats(halves, dtype, 0, LANES);
 }
 
+// The steps of dequantizing: those of affine with zero points, with a bias or minima, or with neither.
+enum { SUBTRACT = 8, ADD = 16 };
+
+static int steps_of(const Weight *w) {
+    return w->family | (has_zeros(w) ? SUBTRACT : 0) | (has_offsets(w) ? ADD : 0);
+}
+
 // Return a vector of the weights of group g. Intermediate results are rounded to a dtype.
 static inline __attribute__((always_inline)) Floats weights_of(const Product *p, const Row *row, int64_t k, int64_t g,
-                                                               int dtype) {
-    const Weight *w = &p->weight;
+                                                               int steps, int dtype) {
     Floats scale = all_floats(row->groups.scale[g]), values;
     // Scaling by 256 is exact.
-    if (w->family == FLOAT8_GROUPS) return *(const Floats *)(row->values + k) * (scale * all_floats(256));
+    if (steps == FLOAT8_GROUPS) return *(const Floats *)(row->values + k) * (scale * all_floats(256));
     Integers codes = widened(row->codes + k);
-    if (w->family == TABLE4) return values_of(p->table, codes) * scale;
+    if (steps == TABLE4) return values_of(p->table, codes) * scale;
     values = to_floats(codes);
-    if (has_zeros(w)) values = rounded_to(values - all_floats(row->groups.zero[g]), dtype);
+    if (steps & SUBTRACT) values = rounded_to(values - all_floats(row->groups.zero[g]), dtype);
     values *= scale;
-    if (has_offsets(w)) values = rounded_to(values, dtype) + all_floats(row->groups.offset[g]);
+    if (steps & ADD) values = rounded_to(values, dtype) + all_floats(row->groups.offset[g]);
     return values;
 }
 
-// Write the weights of row n in a dtype, and zeros up to a full vector. In `to` the row begins at `at`.
+// Write the weights of row n in a dtype. In `to` the row begins at `at`.
+static inline __attribute__((always_inline)) void write_weights(const Product *p, const Row *row, int steps, int dtype,
+                                                                int each, void *to, int64_t at) {
+    int64_t K = p->weight.K, size = p->weight.group_size ? p->weight.group_size : K;
+    for (int64_t first = 0, g = 0; first < K; first += size, g++) {
+        int64_t k = first, end = least(first + size, K);
+        for (; k + LANES <= end; k += LANES)
+            store_floats(to, dtype, at + k, LANES, weights_of(p, row, k, g, steps, each ? dtype : FLOAT32));
+        if (k < end) store_floats(to, dtype, at + k, end - k, weights_of(p, row, k, g, steps, each ? dtype : FLOAT32));
+    }
+}
+
+// The compiler gets the steps as a constant.
 static inline __attribute__((always_inline)) void write_row(const Product *p, const Row *row, int dtype, int each,
                                                             void *to, int64_t at) {
-    int64_t K = p->weight.K, size = p->weight.group_size ? p->weight.group_size : K;
-    for (int64_t first = 0, g = 0; first < K; first += size, g++)
-        for (int64_t k = first; k < least(first + size, K); k += LANES)
-            store_floats(to, dtype, at + k, K - k, weights_of(p, row, k, g, each ? dtype : FLOAT32));
+    int steps = steps_of(&p->weight);
+    if (steps == TABLE4) write_weights(p, row, TABLE4, dtype, each, to, at);
+    if (steps == FLOAT8_GROUPS) write_weights(p, row, FLOAT8_GROUPS, dtype, each, to, at);
+    if (steps == (AFFINE | SUBTRACT)) write_weights(p, row, AFFINE | SUBTRACT, dtype, each, to, at);
+    if (steps == (AFFINE | ADD)) write_weights(p, row, AFFINE | ADD, dtype, each, to, at);
 }
 
 static void prepare_row(const Product *p, int64_t n, const Row *row) {

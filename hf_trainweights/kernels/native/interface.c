@@ -23,15 +23,21 @@ static void set_others(Product *p, const void *const others[OTHERS]) {
     }
 }
 
+// Tables decide which way serves, so there is memory for either.
+static int64_t imported_or_few_bytes(Product *p, int threads) {
+    int64_t bytes = imported_bytes(p, threads), few = prepare_few_imported(p) ? few_rows_bytes(p) : 0;
+    return few > bytes ? few : bytes;
+}
+
 // Return the bytes of scratch memory that a product of M rows needs. It may begin at any address.
 int64_t product_bytes(const Weight *weight, int64_t M, int threads) {
     Product product = {.weight = *weight, .M = M};
     int64_t bytes = takes_panels(&product)     ? panels_bytes(&product, threads)
-                    : weight->family           ? imported_bytes(&product, threads)
+                    : takes_float8(&product)   ? float8_bytes(&product)
+                    : weight->family           ? imported_or_few_bytes(&product, threads)
                     : takes_few_uint(&product) ? few_uint_bytes(&product)
                     : weight->code_units       ? uint_bytes(&product, threads)
-                    : weight->bits             ? integers_bytes(&product, threads)
-                                               : float8_bytes(&product);
+                                               : integers_bytes(&product, threads);
     return bytes + ALIGNMENT;
 }
 
@@ -43,11 +49,12 @@ void product(const Weight *weight, const void *x, const uint8_t *qdata, const vo
     set_others(&product, (const void *const[OTHERS]){first, second, third, fourth, fifth});
     memory += -(intptr_t)memory & (ALIGNMENT - 1);
     if (takes_panels(&product)) multiply_panels(&product, threads, memory);
+    else if (takes_float8(&product)) multiply_float8(&product, threads, memory);
+    else if (weight->family && prepare_few_imported(&product)) multiply_few_rows(&product, threads, memory);
     else if (weight->family) multiply_imported(&product, threads, memory);
     else if (takes_few_uint(&product)) multiply_few_uint(&product, threads, memory);
     else if (weight->code_units) multiply_uint(&product, threads, memory);
-    else if (weight->bits) multiply_integers(&product, threads, memory);
-    else multiply_float8(&product, threads, memory);
+    else multiply_integers(&product, threads, memory);
 }
 
 // Return the bytes of scratch memory that `dequantize` needs. It may begin at any address.

@@ -55,7 +55,8 @@ typedef struct {
     // Formats of other programs: zero_point may be floats or a bias instead.
     const float *table, *global_scale, *nested_values, *outer_scale, *nested_offset;
     const uint8_t *phase;
-    int64_t repeats;  // if set, each stored scale is that of so many groups
+    int64_t repeats;   // if set, each stored scale is that of so many groups
+    int table_digits;  // of the values of the table, as bytes/table.h holds them
 } Product;
 
 // The most stored tensors of a weight beside codes and scales.
@@ -94,6 +95,12 @@ void multiply_integers(const Product *p, int threads, int8_t *memory);
 void multiply_float8(const Product *p, int threads, int8_t *memory);
 void multiply_uint(const Product *p, int threads, int8_t *memory);
 
+// Whether float8.c reads a weight: groups of its own formats have one scale a row, and those of others full vectors.
+static inline int takes_float8(const Product *p) {
+    const Weight *w = &p->weight;
+    return w->family ? w->family == FLOAT8_GROUPS && w->group_size % 32 == 0 : !w->bits;
+}
+
 // Write row n of the weight to out from element `at` on, in the dtype of x. The scratch memory has `row_bytes`.
 int64_t row_bytes(const Product *p);
 void dequantize_row(const Product *p, int64_t n, int64_t at, int8_t *memory);
@@ -109,6 +116,20 @@ int64_t imported_row_bytes(const Product *p);
 void dequantize_imported_row(const Product *p, int64_t n, int64_t at, int8_t *memory);
 int64_t imported_bytes(const Product *p, int threads);
 void multiply_imported(const Product *p, int threads, int8_t *memory);
+
+// Products of one to four tokens with them as bytes, where bytes/ is compiled.
+#if defined(__AVXVNNI__) || defined(__AVX512VNNI__) || defined(__ARM_NEON)
+// Return whether bytes/ multiplies, and if so, describe the groups as it takes them.
+int prepare_few_imported(Product *p);
+int64_t few_rows_bytes(const Product *p);
+void multiply_few_rows(const Product *p, int threads, int8_t *memory);
+#else
+static inline int prepare_few_imported(Product *p) { return (void)p, 0; }
+static inline int64_t few_rows_bytes(const Product *p) { return (void)p, 0; }
+static inline void multiply_few_rows(const Product *p, int threads, int8_t *memory) {
+    (void)p, (void)threads, (void)memory;
+}
+#endif
 
 // Products of one to four tokens with uint2 to uint6 by an instruction of AVX2 that adds products of bytes in pairs.
 // Tests compile NEON's library with AVX2, so __ARM_NEON is asked too.
