@@ -127,7 +127,9 @@ def product(
     out = Fenced(M * N * x.itemsize, at_end)
     scratch = Fenced(library.product_bytes(ctypes.addressof(weight), M, threads), at_end)
     addresses = [None if each is None else each.address for each in (*given, out)]
-    numbers = [*(None if each is None else each.address for each in groups), None, None][:2]
+    numbers = [*(None if each is None else each.address for each in groups), *[None] * compiled.OTHERS][
+        : compiled.OTHERS
+    ]
     library.product(ctypes.addressof(weight), *addresses, M, threads, scratch.address, *numbers)
     result = torch.empty(M, N, dtype=x.dtype)
     ctypes.memmove(result.data_ptr(), out.address, result.nbytes)
