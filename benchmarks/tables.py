@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks import every_architecture
@@ -81,6 +82,30 @@ def embeddings() -> str:
     ]
     header = ["format", "mean cosine", "divergence, millinats", "perplexity lost, %", "bytes left in float"]
     caption = "Cosine: MiniLM-L6-v2. The rest: the demo's Llama, whose head is its embedding; mean of three seeds."
+    return f"{table(header, rows)}\n\n{caption}"
+
+
+def gguf_import() -> str:
+    """Return the format of each kind of GGUF blocks."""
+    report = read("gguf_import")
+    rows = [
+        [
+            row["kind"],
+            f"`{row['format']}`",
+            f"{row['source_bits']:.2f}",
+            f"{row['bits']:.2f}",
+            ", ".join(row["exact"]) or "none",
+            f"{row['million_weights_per_second']:.0f}",
+            f"{row['times_as_fast_as_gguf']:.1f}",
+        ]
+        for row in report["rows"]
+    ]
+    header = ["kind", "becomes", "bits in the file", "bits here", "equal bit for bit in"]
+    header += ["million weights a second", "times as fast as gguf"]
+    caption = (
+        f"{report['cpu']}, one thread, by CPU time. gguf {report['versions']['gguf']} dequantizes by numpy; its values "
+        "are those compared."
+    )
     return f"{table(header, rows)}\n\n{caption}"
 
 
@@ -451,6 +476,26 @@ def distributed() -> str:
     return f"{table(header, rows)}\n\n{caption}"
 
 
+def zero() -> str:
+    """Return how small checkpoints of DeepSpeed are, and how exactly training goes on from them."""
+    report = read("zero")
+    rows = []
+    for stage in report["stages"]:
+        for mode, found in stage["modes"].items():
+            gap = "0" if found["equal_after_load"] and not found["loss_gap"] else f"{found['loss_gap']:.4f}"
+            plain_mb, small_mb = (size / 1e6 for size in (stage["plain_bytes"], found["bytes"]))
+            sizes = [f"{plain_mb:.1f}", f"{small_mb:.1f}", f"{found['ratio']:.2f}x"]
+            rows.append([f"ZeRO {stage['stage']}", mode, *sizes, "yes" if found["equal_after_load"] else "no", gap])
+    header = ["", "mode", "plain, MB", "small, MB", "ratio", "weights equal", "loss differs by"]
+    caption = (
+        f"The last of three saves, each {report['steps'] // 3} steps after the one before, of a Llama of 3.4 million "
+        f"parameters in bfloat16 on two ranks; DeepSpeed {report['versions']['deepspeed']}, AdamW. The last columns "
+        "are of the weights, and of the mean loss, after DeepSpeed has loaded that save and trained five steps more, "
+        "compared with the plain save."
+    )
+    return f"{table(header, rows)}\n\n{caption}"
+
+
 def calibration() -> str:
     """Return what calibration costs."""
     report = read("calibration")
@@ -593,6 +638,29 @@ def checkpoint_beside() -> str:
     return f"{table(header, rows)}\n\n{caption}"
 
 
+def checkpoint_optimizers() -> str:
+    """Return how small checkpoints of each optimizer are, and how the losses differ after a resume from them."""
+    report, rows = read("checkpoint_optimizers"), []
+    by_ratio = sorted(report["optimizers"].items(), key=lambda item: -fmean(seed["ratio"] for seed in item[1].values()))
+    for name, by_seed in by_ratio:
+        seeds = list(by_seed.values())
+        differences = [seed["differences"] for seed in seeds]
+        mean, bias = (fmean(each[key] for each in differences) for key in ("mean", "bias"))
+        largest, ratio = max(each["largest"] for each in differences), fmean(seed["ratio"] for seed in seeds)
+        losses = f"{mean:.4f}", f"{largest:.4f}", f"{bias:+.4f}"
+        rows.append([name, ", ".join(seeds[0]["roles"]) or "none", f"{ratio:.1f}", *losses, str(len(seeds))])
+    header = ["optimizer", "roles that are rounded", "ratio", "mean", "largest", "bias", "seeds"]
+    caption = (
+        "Near-lossless, a Llama of 1.25M parameters from scratch, saves at steps 50, 100 and 150 of 250. Ratio: "
+        "bytes of weights and optimizer as a Trainer writes them, divided by those of the third save. Then the "
+        "differences of the losses, in nats, over the 100 steps after a resume from that save, to the run that went "
+        "on: the mean of the seeds, and the largest over all of them. Names in small letters are values of the "
+        "Trainer's `optim`; where no role is "
+        f"rounded, only weights are. {report['cpu']}."
+    )
+    return f"{table(header, rows)}\n\n{caption}"
+
+
 def checkpoint_plan() -> str:
     """Return what saves of large models cost on paper, from the speed that was measured."""
     report = read("checkpoint_cores")
@@ -710,8 +778,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "architectures-left-out": partial(architectures, every_architecture.left_out),
     "checkpoint-cores": checkpoint_cores,
     "checkpoint-beside": checkpoint_beside,
+    "checkpoint-optimizers": checkpoint_optimizers,
     "checkpoint-plan": checkpoint_plan,
     "distributed": distributed,
+    "zero": zero,
     "abilities": abilities,
     "abilities-by-format": abilities_by_format,
     "export-formats": export_formats,
@@ -724,6 +794,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality": quality,
     "curve": curve,
     "embeddings": embeddings,
+    "gguf_import": gguf_import,
     "calibration": calibration,
     "cuda-products": cuda_products,
     "cuda-model": cuda_model,

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hf_trainweights.exports.onnx.model import OnnxModel, verify_onnx_model
     from hf_trainweights.exports.onnx.writer import export_onnx
     from hf_trainweights.exports.pytorch import export_program, export_torchscript
+    from hf_trainweights.imports.cached import from_quantized
     from hf_trainweights.imports.directory import import_directory
     from hf_trainweights.inspection.difference import compare_checkpoints, compare_models
     from hf_trainweights.inspection.listing import inspect_weights
@@ -58,6 +59,7 @@ __all__ = [
     "export_onnx",
     "export_program",
     "export_torchscript",
+    "from_quantized",
     "get_model_size_in_bytes",
     "import_directory",
     "inspect_weights",
@@ -88,6 +90,7 @@ __getattr__ = _lazy(
         "export_onnx": "exports.onnx.writer",
         "export_program": "exports.pytorch",
         "export_torchscript": "exports.pytorch",
+        "from_quantized": "imports.cached",
         "import_directory": "imports.directory",
         "inspect_weights": "inspection.listing",
         "latest": "checkpoint.directory",

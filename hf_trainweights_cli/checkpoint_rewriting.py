@@ -173,7 +173,7 @@ def _compressor(policy: Policy, options: dict[str, Any]) -> Callable[[Path], Man
 def _buffers(directory: Path) -> set[str] | None:
     """Return stored names that are no parameters of the model; None if a manifest has roles or the model is unknown."""
     from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
-    from hf_trainweights.checkpoint.whole.rewriting import read_weights, weight_files
+    from hf_trainweights.checkpoint.run.weight_files import read_weights, weight_files
     from hf_trainweights.models.loading.saved_models import saved_parameter_names
 
     files = [] if (directory / MANIFEST_NAME).exists() else weight_files(directory)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,6 +41,19 @@ def require_source(source: str) -> None:
         validate_repo_id(source)
     except HFValidationError as error:
         raise _not_found(source, "nothing there") from error
+
+
+@contextlib.contextmanager
+def saying_where_it_was_looked_for(source: str) -> Iterator[None]:
+    """Raise a ConfigError that names path and Hub if the block looks for a source and finds nothing."""
+    from hf_trainweights.errors import ConfigError
+
+    try:
+        yield
+    except ConfigError as error:
+        if os.path.lexists(source) or error.where != source or not isinstance(error.__cause__, OSError):
+            raise
+        raise _not_found(source, _reason(error.__cause__)) from error
 
 
 def require_nothing_at(*paths: Path) -> None:

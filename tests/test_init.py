@@ -22,7 +22,7 @@ from hf_trainweights import TrainWeightsConfig, TrainWeightsHfQuantizer
 from hf_trainweights.tensor.dispatch import HANDLERS
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
-MOST_NAMES = 29
+MOST_NAMES = 30
 MOST_MODULES = 180
 
 

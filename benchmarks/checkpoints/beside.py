@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.checkpoints.cores import MODES, make_state, save, write_report
 from benchmarks.machine import cpu_name, versions
 from hf_trainweights.checkpoint import compress_directory
-from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME
+from hf_trainweights.checkpoint.run.weights import WEIGHTS_NAME
 
 RESULTS = Path(__file__).parent.parent / "results" / "checkpoint_beside.json"
 ROUNDS = 5

@@ -27,7 +27,7 @@ from benchmarks.memory import Peak
 from hf_trainweights.checkpoint import compress_directory
 from hf_trainweights.checkpoint.encoded.reader import leave_undecoded
 from hf_trainweights.checkpoint.run.checkpoints import OPTIMIZER_NAME
-from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME
+from hf_trainweights.checkpoint.run.weights import WEIGHTS_NAME
 from hf_trainweights.files.atomic import FREEING_THREAD
 
 RESULTS = Path(__file__).parent.parent / "results" / "checkpoint_cores.json"

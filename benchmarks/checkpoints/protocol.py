@@ -28,7 +28,7 @@ from hf_trainweights import TrainWeightsCheckpointCallback
 from hf_trainweights.checkpoint.directory import compress_directory
 from hf_trainweights.checkpoint.manifest import Manifest
 from hf_trainweights.checkpoint.run.checkpoints import OPTIMIZER_NAME
-from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME
+from hf_trainweights.checkpoint.run.weights import WEIGHTS_NAME
 
 PLAIN_WEIGHTS_NAME = "model.safetensors"
 MODES = ("lossless", "near-lossless", "compact")

@@ -29,7 +29,8 @@ from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.checkpoints import OPTIMIZER_NAME
 from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, SaveJob
-from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME, Weights, save_tree, save_weights
+from hf_trainweights.checkpoint.run.weights import WEIGHTS_NAME, Weights
+from hf_trainweights.checkpoint.whole.writer import save_tree, save_weights
 
 REPEATS = 3
 # Row of the report: the options of compress_directory, and whether there is an anchor.

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         save_checkpoint,
     )
     from hf_trainweights.checkpoint.planning.policy import Policy
+    from hf_trainweights.checkpoint.planning.update_rules import StateRole, UpdateRule, register_update_rule
     from hf_trainweights.checkpoint.run.checkpoints import verify_checkpoint
     from hf_trainweights.checkpoint.versions import VersionedModelSaver
 
@@ -31,6 +32,8 @@ __all__ = [
     "Codec",
     "EncodedTensor",
     "Policy",
+    "StateRole",
+    "UpdateRule",
     "VersionedModelSaver",
     "build_checkpoint",
     "collect_garbage",
@@ -40,6 +43,7 @@ __all__ = [
     "load_checkpoint",
     "register_base",
     "register_codec",
+    "register_update_rule",
     "restore_checkpoint",
     "restore_directory",
     "save_checkpoint",
@@ -54,6 +58,8 @@ __getattr__ = _lazy(
         "Codec": "codecs.base",
         "EncodedTensor": "codecs.base",
         "Policy": "planning.policy",
+        "StateRole": "planning.update_rules",
+        "UpdateRule": "planning.update_rules",
         "VersionedModelSaver": "versions",
         "build_checkpoint": "loop.training_state",
         "collect_garbage": "directory",
@@ -63,6 +69,7 @@ __getattr__ = _lazy(
         "load_checkpoint": "loop.training_state",
         "register_base": "encoded.reader",
         "register_codec": "codecs",
+        "register_update_rule": "planning.update_rules",
         "restore_checkpoint": "loop.training_state",
         "restore_directory": "directory",
         "save_checkpoint": "loop.training_state",

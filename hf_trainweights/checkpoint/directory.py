@@ -1,4 +1,4 @@
-"""Find, clean, compress and restore checkpoint directories of either layout, whole files or sharded.
+"""Find, clean, compress and restore checkpoint directories of any layout: whole files, sharded, or DeepSpeed's ZeRO.
 
 This module alone decides which layout a directory has.
 """
@@ -34,20 +34,24 @@ from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, BaseChoice, S
 from hf_trainweights.checkpoint.run.ranks import Ranks, all_ranks
 from hf_trainweights.checkpoint.sharded.rewriting import ShardedLayout
 from hf_trainweights.checkpoint.whole.rewriting import WholeLayout
+from hf_trainweights.checkpoint.zero.files import tag_directories
+from hf_trainweights.checkpoint.zero.rewriting import ZeroLayout
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import remove_tree
 from hf_trainweights.files.disk import lock_directory, move_aside
 from hf_trainweights.files.staging import remove_abandoned
 
-Layout = WholeLayout | ShardedLayout
-"""The layout of a checkpoint on the disk. Both have the same functions, and `directories`: itself, then those in it."""
+Layout = WholeLayout | ShardedLayout | ZeroLayout
+"""The layout of a checkpoint on the disk. All have the same functions, and `directories`: itself, then those in it."""
 
 
 def layout_of(path: Path) -> Layout:
     """Return the layout of a checkpoint; a directory that holds no checkpoint counts as whole files."""
-    directories = dcp_directories(path)
-    return ShardedLayout(path, directories) if directories else WholeLayout(path)
+    if directories := dcp_directories(path):
+        return ShardedLayout(path, directories)
+    tags = tag_directories(path)
+    return ZeroLayout(path, tags) if tags else WholeLayout(path)
 
 
 def plain_problem(path: Path) -> str | None:
@@ -242,7 +246,7 @@ def compress_directory(
             `path` is a model without training state and `weights_only` is not set.
         CorruptFileError: A file is damaged or does not fit the manifest, or two files with different states have the
             same time; nothing has changed.
-        UnsupportedError: It is of DeepSpeed or of FSDP with LOCAL_STATE_DICT, or sharded with `anchor` or
+        UnsupportedError: It is of FSDP with LOCAL_STATE_DICT, or several ranks wrote it and there is `anchor` or
             `keep_weights`.
         SaveError: The disk is full or refuses; every file is intact, old or new.
 
@@ -273,6 +277,7 @@ def restore_directory(path: str | Path) -> Manifest:
         ConfigError: There is no checkpoint at `path`.
         CorruptFileError: A file is damaged. Nothing has changed, unless the damage shows only when it is decoded.
         MissingAnchorError: The directory was moved without the anchor it needs.
+        UnsupportedError: It is DeepSpeed's, which is not installed: its objects cannot be pickled.
         SaveError: The disk is full or refuses; every file is intact, encoded or plain.
 
     Examples:

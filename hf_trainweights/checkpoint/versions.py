@@ -26,7 +26,8 @@ from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest, require
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.checkpoints import intact_manifest
 from hf_trainweights.checkpoint.run.job import SaveJob
-from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME, Weights, save_new_directory
+from hf_trainweights.checkpoint.run.weights import WEIGHTS_NAME, Weights
+from hf_trainweights.checkpoint.whole.writer import save_new_directory
 from hf_trainweights.errors import ConfigError, CorruptFileError, TrainWeightsError
 
 if TYPE_CHECKING:

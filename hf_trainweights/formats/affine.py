@@ -159,8 +159,8 @@ class Affine(Format):
             scale, zeros = _search(values, self.bits, rows.dtype)
             codes = _encode(values, scale, zeros, self.bits).to(torch.uint8)
             out["scale"][block].copy_(scale)
-            out["zero_point"][block].copy_(_pack_zeros(zeros, self))
-            out["qdata"][block].copy_(_pack(codes.flatten(1), self.bits))
+            out["zero_point"][block].copy_(pack_zeros(zeros, self))
+            out["qdata"][block].copy_(pack_codes(codes.flatten(1), self.bits))
 
     def columns(self, weight: Tensor, importance: Tensor) -> ColumnCodes | None:
         """Return an object that chooses codes column by column, with the clippings of `quantize_rows`."""
@@ -228,8 +228,8 @@ def _packed_size(K: int, bits: int) -> int:
     return K if bits == 8 else K * bits // 32
 
 
-def _pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack uint8 codes `[*, K]`."""
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Pack uint8 codes `[*, K]` as this format stores them."""
     if bits == 8:
         return codes
     return pack_int4(codes.view(torch.int8) - 8) if bits == 4 else pack_planes(codes, bits)
@@ -279,12 +279,12 @@ class _Columns(ColumnCodes):
     def tensors(self) -> dict[str, Tensor]:
         """Return packed codes, scales, and packed zero points."""
         codes = self._codes.t().contiguous()
-        zeros = _pack_zeros(self._zeros, self._form)
-        return {"qdata": _pack(codes, self._form.bits), "scale": self._scale, "zero_point": zeros}
+        zeros = pack_zeros(self._zeros, self._form)
+        return {"qdata": pack_codes(codes, self._form.bits), "scale": self._scale, "zero_point": zeros}
 
 
-def _pack_zeros(zeros: Tensor, form: Affine) -> Tensor:
-    """Pack integer zero points `[n, G]`, held as floats."""
+def pack_zeros(zeros: Tensor, form: Affine) -> Tensor:
+    """Pack integer zero points `[n, G]` of any dtype as a format stores them."""
     return pack_bits(zeros, form.bits) if form.bit_packed else zeros.to(torch.uint8)
 
 

@@ -127,7 +127,8 @@ class Float8E4M3(Format):
         if self.scales != "plain":
             scale, _ = SCALE_CODINGS[self.scales].decode(tensors, self._groups(K))
         plain = type(qdata) is Tensor and qdata.device.type == "cpu" and qdata.numel() > 0
-        if not plain or dtype not in FLOAT_DTYPES:
+        # A scale above 2**120 would overflow as a factor.
+        if not plain or dtype not in FLOAT_DTYPES or not (scale.float() * _FLOAT16_OF_CODE).isfinite().all():
             if self.group_size is not None:
                 scale = scale.repeat_interleave(self.group_size, dim=-1)[..., :K]
             return scale_codes(qdata, scale, dtype)

@@ -86,7 +86,7 @@ def look_up_by_matrix(table: Tensor, codes: Tensor) -> Tensor:
 def constant(size: int) -> int:
     """Return the size of a stored tensor as a number that is no part of a traced graph: no input changes it."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)  # pyright: ignore[reportPrivateImportUsage]
         return int(size)
 
 

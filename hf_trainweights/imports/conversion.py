@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -67,13 +68,28 @@ class Source:
         with torch.device("cpu"):  # else safetensors creates the tensor on the default device
             return self._readers[name](name)
 
-    def modules(self) -> dict[str, dict[str, str]]:
-        """Return the names of the tensors of each module, by the last part of the name."""
+    def modules(self, layout: Layout) -> dict[str, dict[str, str]]:
+        """Return the names of the tensors of each module, by the leaves into which `layout` splits names."""
         modules: dict[str, dict[str, str]] = defaultdict(dict)
         for name in sorted(self._readers):
-            module, _, leaf = name.rpartition(".")
+            module, leaf = layout.split_name(name)
             modules[module][leaf] = name
         return dict(modules)
+
+    def split_experts(self, layout: Layout) -> None:
+        """Replace each tensor that stacks experts by a view for each expert, if `layout` has names for these."""
+        for name, read in list(self._readers.items()):
+            if layout.expert_names(name, 0) is None:
+                continue
+            stacked = self.tensor(name)
+            if stacked.dim() > 1 and stacked.numel():
+                del self._readers[name]
+                for expert, expert_name in enumerate(layout.expert_names(name, len(stacked)) or ()):
+                    self._readers[expert_name] = functools.partial(_slice_of, read, name, expert)
+
+
+def _slice_of(read: Callable[[str], Tensor], name: str, index: int, _: str) -> Tensor:
+    return read(name)[index]
 
 
 def _readers(path: Path) -> tuple[dict[str, Callable[[str], Tensor]], dict[str, str]]:
@@ -118,6 +134,11 @@ class Skeleton:
             counted = f"{count} weights, most of them in {name} of shape {tuple(largest.shape)}"
             raise CorruptFileError(CONFIG_NAME, expected, counted, CONFIG_AGAIN)
 
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model."""
+        return self._model
+
     def names_in_checkpoint(self, names: Iterable[str]) -> dict[str, str]:
         """Return the checkpoint's names of those matrices that the model calls otherwise, by the model's names."""
         parameters = dict(self._model.named_parameters())
@@ -127,13 +148,13 @@ class Skeleton:
         alone = {name: next(iter(rows)) for name, rows in matrices.items() if rows is not None and len(rows) == 1}
         return {name: saved for name, saved in alone.items() if saved != name}
 
-    def transposed_modules(self) -> set[str]:
-        """Return the modules that keep their weight transposed, by name with and without the base model's prefix."""
+    def transposed_weights(self) -> set[str]:
+        """Return the weights that modules keep transposed, by name with and without the base model's prefix."""
         names = {
-            name
+            f"{name}.{leaf}"
             for name, module in self._model.named_modules()
-            for parameter in module.parameters(recurse=False)
-            if parameter.dim() == 2 and is_transposed(module, parameter)
+            for leaf, parameter in module.named_parameters(recurse=False)
+            if (parameter.dim() == 2 or is_experts(module, parameter)) and is_transposed(module, parameter)
         }
         return names | {name.removeprefix(base_prefix(self._model)) for name in names}
 
@@ -162,9 +183,18 @@ def convert(source: Source, layout: Layout, skeleton: Skeleton, target: Path) ->
     ConfigError: no weight is quantized. UnsupportedError: no format can hold a weight exactly.
     """
     formats: Counter[Format] = Counter()
+    write_tensors(target, _converted(source, layout, skeleton, formats, Spill(target)))
+    if not formats:
+        reason = "none: its weights are float, or lie under names that its layout does not have"
+        raise ConfigError(str(source.directory), "quantized weights, as config.json says", reason, AGAIN)
+    return formats
+
+
+def write_tensors(target: Path, groups: Iterable[Mapping[str, Tensor]]) -> None:
+    """Write tensors, which come in groups, as a checkpoint into an empty directory."""
     shards, waiting, waiting_bytes = 0, {}, 0
     weight_map: dict[str, str] = {}
-    for tensors in _converted(source, layout, skeleton, formats, Spill(target)):
+    for tensors in groups:
         waiting |= tensors
         waiting_bytes += sum(tensor.nbytes for tensor in tensors.values())
         if waiting_bytes >= _SHARD_BYTES:
@@ -173,12 +203,8 @@ def convert(source: Source, layout: Layout, skeleton: Skeleton, target: Path) ->
             waiting, waiting_bytes = {}, 0
     if waiting:
         weight_map |= _write_shard(target, shards + 1, waiting)
-    if not formats:
-        reason = "none: its weights are float, or lie under names that its layout does not have"
-        raise ConfigError(str(source.directory), "quantized weights, as config.json says", reason, AGAIN)
     index = {"metadata": {}, "weight_map": weight_map}
     (target / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    return formats
 
 
 def _write_shard(target: Path, number: int, tensors: dict[str, Tensor]) -> dict[str, str]:
@@ -196,16 +222,18 @@ def _converted(
     source: Source, layout: Layout, skeleton: Skeleton, formats: Counter[Format], spill: Spill
 ) -> Iterator[dict[str, Tensor]]:
     """Yield the tensors of each module, then the tensors of merged experts, and count the formats."""
-    modules, transposed = source.modules(), skeleton.transposed_modules()
+    source.split_experts(layout)
+    modules, transposed = source.modules(layout), skeleton.transposed_weights()
     experts = skeleton.merged_experts()
     expert_modules = {module for _, matrices in experts.values() for module in matrices}
     for module, leaves in modules.items():
         weight = None if module in expert_modules else _read(source, layout, module, leaves)
         if weight is not None:
-            if module in transposed:
+            name = layout.weight_name(module)
+            if name in transposed:
                 weight = QuantizedTensor(weight.tensors, weight.format, weight.stored_shape, weight.dtype, True)
             formats[weight.format] += 1
-            yield flatten_weight(f"{module}.weight", weight.map(spill.keep), default=None)
+            yield flatten_weight(name, weight.map(spill.keep), default=None)
             leaves = {leaf: name for leaf, name in leaves.items() if leaf not in layout.leaves and leaf != "weight"}
         if module not in expert_modules:
             yield {name: source.tensor(name) for name in leaves.values()}
@@ -246,6 +274,7 @@ def _merge(
     first = next(weight for weight in expert_weights.values() if weight is not None)
     specs = first.format.tensor_specs(shape, first.scale_dtype)
     merged = {key: spill.empty(*spec) for key, spec in specs.items()}
+    shared: dict[tuple[int, str], Tensor] = {}
     for module, weight in expert_weights.items():
         if weight is None:
             raise CorruptFileError(module, "a quantized weight, as of the other experts", "none", AGAIN)
@@ -256,6 +285,14 @@ def _merge(
         if tuple(weight.stored_shape) != (rows.stop - rows.start, shape[-1]):
             expected = f"shape {(rows.stop - rows.start, shape[-1])}, as config.json has it"
             raise CorruptFileError(f"{module}.weight", expected, f"{tuple(weight.stored_shape)}", AGAIN)
+        expert = rows.start // shape[-2]
         for key, tensor in weight.tensors.items():
-            merged[key].flatten(0, -2)[rows] = tensor
-    return QuantizedTensor(merged, first.format, shape, first.scale_dtype)
+            if key not in first.format.shared_names:
+                merged[key].flatten(0, -2)[rows] = tensor
+            elif not torch.equal(shared.setdefault((expert, key), tensor), tensor):
+                raise UnsupportedError(
+                    f"{module}.weight", f"{key} as in the expert's other matrices", "another", FROM_FLOAT
+                )
+            else:
+                merged[key][expert] = tensor
+    return QuantizedTensor(merged, first.format, shape, first.dtype)

@@ -10,17 +10,21 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
+from hf_trainweights.exports.refusals import require
 from hf_trainweights.files.digests import CONFIG_NAME
 from hf_trainweights.files.reading import read_json_object
 from hf_trainweights.formats.base import Format
 from hf_trainweights.imports.conversion import Skeleton, Source, convert
+from hf_trainweights.imports.gguf.sources import find_gguf
 from hf_trainweights.imports.layouts import layout_of
 from hf_trainweights.imports.layouts.base import AGAIN
 from hf_trainweights.models.choosing.description import config_of
@@ -38,40 +42,97 @@ from hf_trainweights.models.saving.new_directories import copy_companions, new_d
 
 # Keys of config.json that describe a quantized model. compressed-tensors used the second before Transformers knew it.
 _KEYS = ("quantization_config", "compression_config")
+# MLX's key, whose description has no `quant_method`.
+_MLX_KEY = "quantization"
 # Older models of GPTQ, AWQ and ModelOpt have a file of their own for it, which may leave out this `quant_method`.
-_DESCRIPTIONS = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+_DESCRIPTIONS = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+    "quanto_qmap.json": "quanto",
+}
 # AWQ's names of two settings in its file, and their names in config.json.
 _OLD_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
 
 
-def import_directory(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> Summary:
-    """Write a model that another quantizer made in this package's layout, without quantizing it again.
+def import_directory(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    file: str | None = None,
+    base_model: str | os.PathLike[str] | None = None,
+) -> Summary:
+    """Write a model that another program quantized in this package's layout, without quantizing it again.
 
     Codes and scales are copied, so the weights have the same values as before. Settings for activations and caches are
     left out. The source stays as it is, and no code in it is executed.
 
     Args:
-        source: Directory or Hub id of a model in a layout of compressed-tensors, GPTQ, AWQ, bitsandbytes (int8),
-            torchao, or Transformers' own float8.
+        source: Directory or Hub id of a model in a layout of compressed-tensors, GPTQ, AWQ, AutoRound, bitsandbytes,
+            MLX, HQQ, ModelOpt, torchao, or Transformers' own MXFP4 and float8; or of GGUF files; or one GGUF file.
         out: A new or empty directory.
+        file: For GGUF, the name or a pattern of the one file to read, such as `"*Q4_K_M*"`; None if there is one alone.
+        base_model: For GGUF, a directory or Hub id whose configuration and tokenizer to take; None for those beside the
+            file, or else in it.
 
     Returns:
         The choice for each parameter.
 
     Raises:
         ConfigError: `out` is not empty; or the source is missing, cannot be read, has an adapter, is of no class of
-            Transformers, lacks weights, or has an unknown layout.
+            Transformers, lacks weights, or has an unknown layout; or `file` selects none or several.
         CorruptFileError: A file of the source is damaged, or tensors do not fit each other.
         UnsupportedError: No format of this package can hold a weight exactly, or the model's class lacks a parameter
-            for a tensor that is not zero. The error names the tensor.
+            for a tensor that is not zero. The error names the tensor. Or the package gguf is not installed.
         SaveError: `out` cannot be written.
 
     Examples:
         >>> import_directory("models/llama-gptq", "models/llama-int4")  # doctest: +SKIP
+        >>> import_directory("models/llama-gguf", "models/llama", file="*Q4_K_M*")  # doctest: +SKIP
     """
     out = Path(out)
     require_vacant_directory(out)
-    folder = _folder(source)
+    local = local_source(source, file)
+    if local.is_dir():
+        opened = _open_directory(local)
+    else:
+        opened = _open_gguf(local, None if base_model is None else local_source(base_model, None))
+    with new_directory(out) as temporary:
+        converted = temporary.with_name(f"{temporary.name}.converted")
+        converted.mkdir()
+        config, default = opened.convert(converted)
+        _write_config(converted, config, default)
+        opened.add_companions(converted)
+        copy_companions(converted, temporary)
+        model = _load(opened.where, converted)
+        model.save_pretrained(temporary)
+    quantizer: Any = model.hf_quantizer
+    return quantizer.summary()
+
+
+class _Opened(NamedTuple):
+    """A source that has been checked.
+
+    Args:
+        where: Its path, for errors.
+        convert: Writes its tensors in this package's layout into a directory, and returns its configuration and the
+            format of most weights.
+        add_companions: Writes the files beside its weights into a directory.
+    """
+
+    where: Path
+    convert: Callable[[Path], tuple[dict[str, Any], Format]]
+    add_companions: Callable[[Path], None]
+
+
+def local_source(source: str | os.PathLike[str], file: str | None) -> Path:
+    """Return the GGUF file that `file` selects, or the directory of a model; one on the Hub is downloaded.
+
+    ConfigError: there is none of them, or there are several files; or the directory has an adapter.
+    """
+    return find_gguf(source, file) or _folder(source)
+
+
+def _open_directory(folder: Path) -> _Opened:
     described, config = _read_json(folder)
     files = Source(folder)
     check_config(config, len(files.names), files.size_bytes, str(folder / CONFIG_NAME))
@@ -79,23 +140,31 @@ def import_directory(source: str | os.PathLike[str], out: str | os.PathLike[str]
     name, cls = saved_class(saved)
     if cls is None:
         expected, next_step = "a class of Transformers in config.json's architectures", "Other models are not read."
-        raise ConfigError(str(source), expected, name, next_step)
+        raise ConfigError(str(folder), expected, name, next_step)
     skeleton = Skeleton(cls, saved, files.size_bytes)
     # torchao's metadata uses the model's names of tensors, which may differ from the names in the checkpoint.
     described_names = skeleton.names_in_checkpoint(files.metadata)
     metadata = {described_names.get(name, name): text for name, text in files.metadata.items()}
     layout = layout_of(described, metadata)
-    with new_directory(out) as temporary:
-        converted = temporary.with_name(f"{temporary.name}.converted")
-        converted.mkdir()
-        formats = convert(files, layout, skeleton, converted)
-        _write_config(converted, config, formats.most_common(1)[0][0])
-        for directory in (converted, temporary):
-            copy_companions(folder, directory)
-        model = _load(folder, converted)
-        model.save_pretrained(temporary)
-    quantizer: Any = model.hf_quantizer
-    return quantizer.summary()
+
+    def write(target: Path) -> tuple[dict[str, Any], Format]:
+        return config, convert(files, layout, skeleton, target).most_common(1)[0][0]
+
+    return _Opened(folder, write, partial(copy_companions, folder))
+
+
+def _open_gguf(file: Path, base: Path | None) -> _Opened:
+    require("gguf", "gguf")
+    from hf_trainweights.imports.gguf.model import GgufModel
+
+    folder = file.parent if base is None else base.parent if base.is_file() else base
+    model = GgufModel(file, folder)
+
+    def add_companions(target: Path) -> None:
+        copy_companions(folder, target)
+        model.save_tokenizer(target)
+
+    return _Opened(file, model.convert, add_companions)
 
 
 def _folder(source: str | os.PathLike[str]) -> Path:
@@ -121,7 +190,11 @@ def _read_json(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         config = read_json_object(file, AGAIN)
     except OSError as error:
         raise ConfigError(str(file), "the configuration of a model", str(error), AGAIN) from error
-    described = next((config.pop(key) for key in _KEYS if config.get(key) is not None), None)
+    descriptions = {key: config.pop(key) for key in (*_KEYS, _MLX_KEY) if config.get(key) is not None}
+    described, mlx = next(iter(descriptions.values()), None), descriptions.get(_MLX_KEY)
+    if isinstance(mlx, dict):
+        # MLX repeats its description under the usual key, or leaves there that of the model it has converted.
+        described = {**mlx, "quant_method": "mlx", "model_type": config.get("model_type")}
     if described is None:
         described = _read_description(folder)
     if not isinstance(described, dict):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
+from hf_trainweights.checkpoint.codecs.base import ROLES
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest import Manifest, read_manifest, shown_mode
 from hf_trainweights.checkpoint.run.checkpoints import (
@@ -24,7 +25,7 @@ from hf_trainweights.report.page import Section, Table
 
 PARTS = ("weights", "moments of the optimizer", "anchor", "other")
 _WEIGHTS, _MOMENTS, _ANCHOR, _OTHER = PARTS
-_PART_OF_ROLE = {"weight": _WEIGHTS, "buffer": _WEIGHTS, "exp_avg": _MOMENTS, "exp_avg_sq": _MOMENTS}
+_PART_OF_ROLE = dict.fromkeys(ROLES, _MOMENTS) | {"weight": _WEIGHTS, "buffer": _WEIGHTS, "other": _OTHER}
 _Inode = tuple[int, int]
 _MOST_ROWS = 120
 _LINKED = "link to an anchor, no bytes"

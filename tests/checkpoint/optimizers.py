@@ -101,9 +101,23 @@ OTHERS: dict[str, MakeOptimizer] = {
     "Prodigy": Prodigy,
     "Lamb": Lamb,
     "Signs": Signs,
-    "RAdam": torch.optim.RAdam,
-    "NAdam": torch.optim.NAdam,
 }
+# Optimizers of torch that have a rule, with the roles of their states that lossy modes round.
+RULED: dict[str, tuple[MakeOptimizer, list[str]]] = {
+    "AMSGrad": (lambda params: torch.optim.AdamW(params, amsgrad=True), ["exp_avg", "exp_avg_sq", "maximum"]),
+    "NAdam": (torch.optim.NAdam, ["exp_avg", "exp_avg_sq"]),
+    "RAdam": (torch.optim.RAdam, ["exp_avg", "exp_avg_sq"]),
+    "Adamax": (torch.optim.Adamax, ["exp_avg", "norm"]),
+    "RMSprop": (torch.optim.RMSprop, ["exp_avg_sq"]),
+    "RMSprop, momentum": (lambda params: torch.optim.RMSprop(params, momentum=0.9), ["exp_avg_sq", "momentum"]),
+    "RMSprop, centered": (lambda params: torch.optim.RMSprop(params, momentum=0.9, centered=True), ["momentum"]),
+    "Adagrad": (torch.optim.Adagrad, ["sum"]),
+    "Adadelta": (torch.optim.Adadelta, ["exp_avg_sq"]),
+    "SGD": (lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9), ["momentum"]),
+    "Muon": (lambda params: torch.optim.Muon([param for param in params if param.dim() == 2]), ["momentum"]),
+}
+# Their settings are those of other classes, so a file that names no class does not show whose they are.
+AMBIGUOUS = ("RAdam", "Adamax", "Adadelta")
 ADAMS: dict[str, MakeOptimizer] = {
     "Adam": torch.optim.Adam,
     "AdamW": torch.optim.AdamW,

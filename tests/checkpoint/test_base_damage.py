@@ -13,7 +13,7 @@ from simulated_disk import replay
 
 from hf_trainweights.checkpoint.directory import compress_directory, latest, restore_directory
 from hf_trainweights.checkpoint.run.checkpoints import verify_checkpoint
-from hf_trainweights.checkpoint.whole.rewriting import read_weights, weight_files
+from hf_trainweights.checkpoint.run.weight_files import read_weights, weight_files
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from imports.gguf.files import all_of, write_gguf
 from imports.writers import gptq, write_model
 from typer.testing import CliRunner
 
@@ -34,11 +36,11 @@ def test_import_as_json_names_each_weight(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_that_cannot_be_held_exits_with_1_and_one_line(tmp_path: Path) -> None:
-    write_model(tmp_path / "source", gptq(shuffled=True))
+    write_model(tmp_path / "source", gptq(order=lambda K, size: (torch.arange(K) + 1).clamp(max=K - 1) // size))
     result = CliRunner().invoke(app, ["import", str(tmp_path / "source"), str(tmp_path / "out")])
     assert result.exit_code == 1
     assert len(result.stderr.splitlines()) == 1
-    assert "activation order" in result.stderr
+    assert "groups of different sizes" in result.stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -47,3 +49,14 @@ def test_a_model_that_is_nowhere_is_one_line_that_says_where_it_was_looked_for(t
     assert result.exit_code == 1
     assert len(result.stderr.splitlines()) == 1
     assert "expected a path, or the id of a model on the Hub" in result.stderr
+
+
+@pytest.mark.slow
+def test_import_reads_the_gguf_file_that_a_pattern_selects(tmp_path: Path) -> None:
+    for kind in ("Q4_K", "Q8_0"):
+        write_gguf(tmp_path / "source" / f"tiny-{kind}.gguf", kinds=all_of(kind))
+    arguments = ["import", str(tmp_path / "source"), str(tmp_path / "out")]
+    assert "found 2: tiny-Q4_K.gguf, tiny-Q8_0.gguf" in CliRunner().invoke(app, arguments).stderr
+    result = CliRunner().invoke(app, [*arguments, "--file", "*Q4_K*"])
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "affine4 k4" in result.stdout

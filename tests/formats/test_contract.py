@@ -31,7 +31,6 @@ from hf_trainweights.testing.values import assert_same, weight_with_outliers
 
 property_test = settings(deadline=None, derandomize=True, database=None, max_examples=20)
 
-# The formats that quantize a float weight.
 # Formats whose codes calibration leaves as they are: those of 8 bits gain nothing.
 WITHOUT_COLUMNS = ("int8", "float8_e4m3")
 

@@ -42,7 +42,7 @@ Pack = Callable[[np.ndarray], np.ndarray]
 def nibbles(size: int) -> Pack:
     """Return a function that packs codes: `size` columns in the low bits of bytes, the next in their high bits."""
     return lambda codes: np.bitwise_or.reduce(
-        (codes.reshape(N, -1, 2, size) & 15) << np.uint8([0, 4])[:, None], axis=2
+        (codes.reshape(N, -1, 2, size) & 15) << np.array([[0], [4]], dtype=np.uint8), axis=2
     ).astype(np.uint8)
 
 

@@ -9,6 +9,7 @@ from tests.fuzz.targets.configurations import Configurations
 from tests.fuzz.targets.encoded_files import EncodedBytes, EncodedPayloads, EncodedStructures
 from tests.fuzz.targets.exports import Exports
 from tests.fuzz.targets.gguf_exports import GgufExports
+from tests.fuzz.targets.gguf_imports import GgufFiles, GgufImports
 from tests.fuzz.targets.imports import ImportedDirectories, ImportedWeights
 from tests.fuzz.targets.model_directories import ModelDirectories, ModelFiles
 from tests.fuzz.targets.onnx_exports import OnnxExports
@@ -36,6 +37,8 @@ _TARGETS: tuple[type[Target], ...] = (
     CacheFiles,
     ImportedWeights,
     ImportedDirectories,
+    GgufFiles,
+    GgufImports,
     Exports,
     GgufExports,
     OnnxExports,

@@ -15,7 +15,7 @@ from tests.fuzz.targets.programs import OnnxFiles, ProgramExports
 # Inputs of these take longest.
 _EXHAUSTIVE = (
     *(OnnxExports.name, OnnxFiles.name, ProgramExports.name, ImportedDirectories.name),
-    *("exports", "gguf-exports", "model-directories", "run-directories"),
+    *("exports", "gguf-exports", "gguf-imports", "model-directories", "run-directories"),
 )
 
 

@@ -11,6 +11,9 @@ from command_line import run, run_json
 from hub.server import LocalHub
 from hub.test_push import THEIRS, computes_the_same, pull
 from huggingface_hub import HfApi, ModelCard, constants, snapshot_download
+from imports.gguf.files import all_of, write_gguf
+from tiny_tokenizers import byte_level
+from transformers import AutoTokenizer
 
 from hf_trainweights import import_directory, verify_model
 from hf_trainweights.errors import ConfigError
@@ -130,6 +133,23 @@ def test_an_import_downloads_no_weights_that_it_does_not_read(local_hub: LocalHu
         import_directory("user/mixed", tmp_path / "out")
     (snapshot,) = Path(constants.HF_HUB_CACHE, "models--user--mixed", "snapshots").iterdir()
     assert {each.name for each in snapshot.iterdir()} - {".gitattributes"} == {"config.json", "model.safetensors"}
+
+
+@pytest.mark.slow
+def test_an_import_downloads_the_one_gguf_file_that_it_reads(local_hub: LocalHub, tmp_path: Path) -> None:
+    for kind in ("Q4_K", "Q8_0"):
+        write_gguf(tmp_path / "model" / f"tiny-{kind}.gguf", kinds=all_of(kind))
+    byte_level(size=300).save_pretrained(tmp_path / "model")
+    HfApi().create_repo("user/gguf")
+    HfApi().upload_folder(repo_id="user/gguf", folder_path=tmp_path / "model")
+    with pytest.raises(
+        ConfigError, match=r"user/gguf: expected one GGUF file, found 2: tiny-Q4_K\.gguf, tiny-Q8_0\.gguf"
+    ):
+        import_directory("user/gguf", tmp_path / "out")
+    import_directory("user/gguf", tmp_path / "out", file="*Q4_K*")
+    (snapshot,) = Path(constants.HF_HUB_CACHE, "models--user--gguf", "snapshots").iterdir()
+    assert [each.name for each in snapshot.glob("*.gguf")] == ["tiny-Q4_K.gguf"]
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 300
 
 
 @pytest.mark.slow

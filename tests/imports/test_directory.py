@@ -13,8 +13,12 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES
+from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
+from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
 from covering import by_default
-from imports.writers import Layout, awq, compressed_tensors, float8, gptq, write_model
+from helpers import default_dtype
+from imports.number_writers import auto_round, bitsandbytes, float4, hqq, mlx, modelopt
+from imports.writers import Layout, awq, by_activations, compressed_tensors, float8, gptq, write_model
 from safetensors.torch import load_file, save_file
 from tiny_tokenizers import byte_level
 from torch import Tensor
@@ -28,18 +32,31 @@ from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedErr
 EXACT = {
     "ct-int4-group": (compressed_tensors("int", 4, "group", 32), "int4 g32"),
     "ct-int4-channel": (compressed_tensors("int", 4, "channel"), "int4 g64"),
-    "ct-int4-group-of-16": (compressed_tensors("int", 4, "group", 16), "int8 g16"),
+    "ct-int4-group-of-16": (compressed_tensors("int", 4, "group", 16), "affine4 g16 none"),
     "ct-int8-channel": (compressed_tensors("int", 8, "channel"), "int8"),
     "ct-int8-group": (compressed_tensors("int", 8, "group", 32), "int8 g32"),
     "ct-int8-tensor": (compressed_tensors("int", 8, "tensor"), "int8"),
     "ct-int8-plain": (compressed_tensors("int", 8, "channel", packed=False), "int8"),
-    "ct-int4-asymmetric": (compressed_tensors("int", 4, "group", 32, symmetric=False), "int8 g32"),
-    "ct-int4-channel-asymmetric": (compressed_tensors("int", 4, "channel", symmetric=False), "uint4 g32"),
+    "ct-int4-asymmetric": (compressed_tensors("int", 4, "group", 32, symmetric=False), "affine4 g32"),
+    "ct-int4-channel-asymmetric": (compressed_tensors("int", 4, "channel", symmetric=False), "affine4"),
+    "ct-int8-channel-asymmetric": (compressed_tensors("int", 8, "channel", symmetric=False), "affine8"),
+    "ct-int3": (compressed_tensors("int", 3, "group", 32), "affine3 g32 none"),
     "ct-float8-channel": (compressed_tensors("float", 8, "channel"), "float8_e4m3"),
     "ct-float8-tensor": (compressed_tensors("float", 8, "tensor"), "float8_e4m3"),
     "fp8-tensor": (float8("fp8", "weight_scale_inv", "tensor"), "float8_e4m3"),
     "fp8-one-block-a-row": (float8("fp8", "weight_scale_inv", "block"), "float8_e4m3"),
     "fbgemm-fp8": (float8("fbgemm_fp8", "weight_scale", "row"), "float8_e4m3"),
+    "fp8-blocks": (float8("fp8", "weight_scale_inv", "block", 32), "float8_e4m3 g32"),
+    "fp8-blocks-of-partial-columns": (float8("fp8", "weight_scale_inv", "block", 40), "float8_e4m3 g40"),
+    "mxfp8": (modelopt("mxfp8"), "float8_e4m3 g32 e8m0"),
+    "nf4": (bitsandbytes(), "table4 g64 plain"),
+    "nf4-nested": (bitsandbytes(nested=True), "table4 g64 nested"),
+    "nf4-of-blocks-over-rows": (bitsandbytes(nested=True, block=128), "table4 g64 plain"),
+    "fp4-in-bfloat16-storage": (bitsandbytes("fp4", storage=torch.bfloat16), "table4 g64 plain"),
+    "ct-nvfp4": (float4("NVFP4A16", NVFP4PackedCompressor), "table4 g16 e4m3_divided"),
+    "ct-mxfp4": (float4("MXFP4A16", MXFP4PackedCompressor), "table4 g32 e8m0"),
+    "modelopt-nvfp4": (modelopt("nvfp4"), "table4 g16 e4m3"),
+    "modelopt-mxfp4": (modelopt("mxfp4"), "table4 g32 e8m0"),
 }
 # Their scales are float16, whatever the dtype of the model.
 EXACT_IN_FLOAT16 = {
@@ -49,12 +66,23 @@ EXACT_IN_FLOAT16 = {
     "gptq-8-bits": (gptq(bits=8), "int8 g32"),
     "gptq-one-group": (gptq(group_size=-1), "int4 g64"),
     "awq": (awq(), "int4 g32"),
-    "gptq-asymmetric": (gptq(symmetric=False), "int8 g32"),
-    "gptq-v2-asymmetric": (gptq(version="gptq_v2", symmetric=False), "int8 g32"),
-    "gptq-one-group-asymmetric": (gptq(group_size=-1, symmetric=False), "uint4 g32"),
-    "awq-asymmetric": (awq(symmetric=False), "int8 g32"),
+    "gptq-asymmetric": (gptq(symmetric=False), "affine4 g32"),
+    "gptq-v2-asymmetric": (gptq(version="gptq_v2", symmetric=False), "affine4 g32"),
+    "gptq-one-group-asymmetric": (gptq(group_size=-1, symmetric=False), "affine4"),
+    "awq-asymmetric": (awq(symmetric=False), "affine4 g32"),
+    "gptq-2-bits": (gptq(bits=2), "affine2 g32 none"),
+    "gptq-3-bits-asymmetric": (gptq(bits=3, symmetric=False), "affine3 g32"),
+    "gptq-8-bits-asymmetric": (gptq(bits=8, symmetric=False), "affine8 g32"),
+    "gptq-activation-order": (gptq(order=by_activations), "int4 g32 with ordered columns"),
+    "gptq-activation-order-asymmetric": (
+        gptq(3, order=by_activations, symmetric=False),
+        "affine3 g32 with ordered columns",
+    ),
+    "hqq": (hqq(), "affine4 g32 float_zero_point rounded each"),
+    "mlx-float16": (mlx(3, dtype=torch.float16), "affine3 g32 bias rounded each"),
+    "auto-round": (auto_round("auto_round:auto_gptq", gptq(symmetric=False)), "affine4 g32"),
 }
-FEW_IN_FLOAT16 = ("gptq-8-bits", "gptq-v2-asymmetric", "gptq-one-group-asymmetric", "awq")
+FEW_IN_FLOAT16 = ("gptq-8-bits", "gptq-v2-asymmetric", "gptq-activation-order-asymmetric", "awq", "hqq", "mlx-float16")
 
 
 def load(directory: Path) -> PreTrainedModel:
@@ -95,7 +123,8 @@ def test_weights_are_those_that_the_peer_dequantizes(
     layout: Layout, form: str, dtype: torch.dtype, source: Path, out: Path
 ) -> None:
     expected = write_model(source, layout, dtype=dtype)
-    import_directory(source, out)
+    with default_dtype(torch.float16):  # of the program that imports
+        import_directory(source, out)
     assert str(load(out).model.layers[0].self_attn.q_proj.weight.format) == form
     assert_stands_for(out, expected)
 
@@ -181,7 +210,8 @@ def test_a_model_that_older_programs_wrote_is_read(
 @pytest.mark.parametrize(
     ("name", "text", "error", "match"),
     [
-        ("hf_quant_config.json", "{}", ConfigError, "expected one of awq, .*, found 'modelopt'"),
+        ("hf_quant_config.json", "{}", ConfigError, "found none: its weights are float, or lie under names"),
+        ("quanto_qmap.json", "{}", ConfigError, "expected one of auto-round, .*, found 'quanto'"),
         ("quantize_config.json", "[]", CorruptFileError, "quantize_config.json: expected a JSON object"),
         ("other.json", "{}", ConfigError, "expected a quantization_config, or quantize_config.json or "),
     ],
@@ -290,27 +320,22 @@ def test_what_is_known_of_activations_is_left_out(source: Path, out: Path) -> No
 
 
 REFUSED: dict[str, tuple[Layout, str]] = {
-    "activation-order": (
-        gptq(shuffled=True),
-        r"_proj\.weight: expected groups of neighbouring columns",
+    "groups-of-different-sizes": (
+        gptq(order=lambda K, size: (torch.arange(K) + 1).clamp(max=K - 1) // size),
+        r"_proj\.weight: expected groups of 32 columns each, found groups of different sizes in g_idx",
     ),
-    "asymmetric-in-8-bits": (
-        gptq(bits=8, symmetric=False),
-        r"_proj\.weight: expected codes that differ from their zero points by -128 to 127",
+    "five-bits": (Layout({**gptq().config, "bits": 5}, gptq().write), "bits: expected 2, 3, 4 or 8, found 5"),
+    "planar": (
+        Layout({**gptq().config, "checkpoint_format": "gptq_p"}, gptq().write),
+        "checkpoint_format: expected gptq or gptq_v2, found 'gptq_p'",
     ),
-    "blocks": (float8("fp8", "weight_scale_inv", "block", 32), r"_proj\.weight: expected float8 with one scale a row"),
-    "three-bits": (Layout({"quant_method": "gptq", "bits": 3}, gptq().write), "bits: expected 4 or 8, found 3"),
-    "nf4": (
-        Layout({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, gptq().write),
-        "nf4, whose codes are not evenly spaced",
+    "rotated-by-gptqmodel": (
+        Layout({**gptq().config, "rotation": "hadamard"}, gptq().write),
+        "rotation: expected weights that are used as they are, found 'hadamard'",
     ),
-    "gptq-of-two-sizes": (
-        Layout({**gptq().config, "dynamic": {r".*\.down_proj": {"bits": 8}}}, gptq().write),
-        r"dynamic: expected weights of one size of codes and groups, found .*down_proj.*'bits': 8",
-    ),
-    "awq-of-two-sizes": (
-        Layout({**awq().config, "dynamic": {r"+:.*\.down_proj": {"group_size": 16}}}, awq().write),
-        r"dynamic: expected weights of one size of codes and groups, found .*down_proj.*'group_size': 16",
+    "awq-of-eight-bits": (
+        Layout({**awq().config, "dynamic": {".*down_proj": {"bits": 8}}}, awq().write),
+        r"bits: expected 4, found 4, 8",
     ),
     "gemv": (Layout({**awq().config, "version": "gemv"}, awq().write), "version: expected gemm, found 'gemv'"),
     "rotated": (
@@ -330,7 +355,7 @@ def test_what_no_format_holds_exactly_is_refused(layout: Layout, message: str, s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("described", [None, "gptq", {}, {"quant_method": "hqq"}, {"quant_method": ["gptq"]}])
+@pytest.mark.parametrize("described", [None, "gptq", {}, {"quant_method": "vptq"}, {"quant_method": ["gptq"]}])
 def test_other_descriptions_are_refused(described: object, source: Path, out: Path) -> None:
     write_model(source, Layout({}, gptq().write))
     file = source / "config.json"

@@ -91,18 +91,22 @@ def compressed_tensors(kind: str, bits: int, strategy: str, group_size: int | No
 
 
 def words_along(codes: Tensor, bits: int, dim: int) -> Tensor:
-    """Return unsigned codes packed along a dimension into int32 words, the first in the lowest bits."""
-    count = 32 // bits
-    parts = codes.to(torch.int64).movedim(dim, -1).unflatten(-1, (-1, count))
-    words = (parts << torch.arange(0, 32, bits)).sum(-1)
+    """Return unsigned codes as one stream of bits along a dimension, in int32 words, the first in the lowest bits."""
+    fields = (codes.movedim(dim, -1).to(torch.int64).unsqueeze(-1) >> torch.arange(bits)) & 1
+    words = (fields.flatten(-2).unflatten(-1, (-1, 32)) << torch.arange(32)).sum(-1)
     return words.where(words < 2**31, words - 2**32).to(torch.int32).movedim(-1, dim).contiguous()
+
+
+def by_activations(K: int, group_size: int) -> Tensor:
+    """Return the group of each column, as desc_act scatters them."""
+    return torch.randperm(K, generator=torch.Generator().manual_seed(1)) // group_size
 
 
 def gptq(
     bits: int = 4,
     group_size: int = 32,
     version: str | None = "gptq",
-    shuffled: bool = False,
+    order: Callable[[int, int], Tensor] | None = None,
     symmetric: bool = True,
 ) -> Layout:
 
@@ -114,18 +118,24 @@ def gptq(
         if not symmetric:
             codes, scale, zero = asymmetric(weight.half(), bits, size)
         unsigned, scales, zero = codes.t(), scale.t().contiguous(), zero.t()
-        g_idx = torch.arange(K, dtype=torch.int32) // size
+        g_idx = (torch.arange(K) // size if order is None else order(K, size)).int()
         zeros = zero if version == "gptq_v2" else zero - 1
         tensors = {
             "qweight": words_along(unsigned, bits, 0),
             "qzeros": words_along(zeros, bits, 1),
             "scales": scales,
-            "g_idx": g_idx.flip(0) if shuffled else g_idx,
+            "g_idx": g_idx,
         }
         # As GPTQModel's torch kernel has it: scales[g_idx] * (codes - zeros[g_idx]).
         return tensors, (scales[g_idx.long()] * (unsigned - zero[g_idx.long()])).t()
 
-    config = {"quant_method": "gptq", "bits": bits, "group_size": group_size, "sym": symmetric, "desc_act": shuffled}
+    config = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group_size,
+        "sym": symmetric,
+        "desc_act": order is not None,
+    }
     return Layout(config if version is None else {**config, "checkpoint_format": version}, write)
 
 
@@ -183,16 +193,49 @@ def _torchao(weight: Tensor) -> tuple[Tensors, Tensor]:
     return tensors, codes * scale.repeat_interleave(32, 1)
 
 
-# Every layout that is read.
-LAYOUTS = {
+def described(write: Write, **weights: Any) -> Layout:
+    """Return compressed-tensors' description of weights that are written by other code."""
+    config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+    return Layout(config, write)
+
+
+def _ordered(weight: Tensor) -> tuple[Tensors, Tensor]:
+    """Return int4 codes of compressed-tensors with zero points, and the groups of columns by activation order."""
+    N, K = weight.shape
+    codes, scale, zero = asymmetric(weight, 4, 32)
+    order = by_activations(K, 32)
+    tensors = {
+        "weight_packed": words_along(codes, 4, 1),
+        "weight_scale": scale,
+        "weight_zero_point": words_along(zero, 4, 0),
+        "weight_shape": torch.tensor([N, K]),
+        "weight_g_idx": order.int(),
+    }
+    return tensors, (codes - zero[:, order]).to(scale.dtype) * scale[:, order]
+
+
+# Layouts of integers and float8; those of other numbers are in `number_writers`.
+INTEGER_LAYOUTS = {
     "gptq": gptq(),
-    "gptq-activation-order": Layout(gptq(shuffled=True).config, gptq().write),
+    "gptq-activation-order": gptq(order=by_activations),
+    "gptq-3-bits-asymmetric": gptq(bits=3, symmetric=False),
+    "awq-asymmetric": awq(symmetric=False),
     "awq": awq(),
     "ct-int4": compressed_tensors("int", 4, "group", 32),
     "ct-int4-asymmetric": compressed_tensors("int", 4, "group", 32, symmetric=False),
     "ct-int4-channel-asymmetric": compressed_tensors("int", 4, "channel", symmetric=False),
     "ct-int8": compressed_tensors("int", 8, "channel", packed=False),
     "ct-float8": compressed_tensors("float", 8, "channel"),
+    "ct-activation-order": described(
+        _ordered, num_bits=4, strategy="group", group_size=32, symmetric=False, actorder="group"
+    ),
+    "ct-float8-blocks": described(
+        float8("", "weight_scale", "block", 32).write,
+        num_bits=8,
+        type="float",
+        strategy="block",
+        block_structure="32x32",
+    ),
     "fp8": float8("fp8", "weight_scale_inv", "tensor"),
     "fp8-blocks": float8("fp8", "weight_scale_inv", "block"),
     "fbgemm": float8("fbgemm_fp8", "weight_scale", "row"),

@@ -66,7 +66,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
 }
 LLAMA = LlamaConfig(**SIZES)
-EXPERTS = {"moe_intermediate_size": 256, "num_experts": 2, "num_experts_per_tok": 1, "head_dim": 64}
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 256, "num_experts": 2, "num_experts_per_tok": 1, "head_dim": 64}
 
 
 def imported(name: str, dtype: torch.dtype = torch.float32, *, experts: bool = False) -> Any:

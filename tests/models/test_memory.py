@@ -204,6 +204,7 @@ def measure_the_others(root: Path, results: dict[str, dict[str, int]]) -> None:
     results["dequantized_coded"] = dequantize(root / "directory_sharded_coded", root / "float_coded")
     imports = partial(measure_directory, import_directory)
     results["imported"] = imports(root / "saved" / "compressed_tensors", root / "imported")
+    results["imported_gguf"] = imports(root / "saved" / "gguf", root / "imported_gguf")
     results["imported_sparse"] = imports(root / "exported_sparse", root / "imported_sparse")
     results["quantized"] = measure(root / "quantized", device_map={"": "disk"})[0]
     results["quantized_bin"] = measure(root / "quantized_bin", device_map={"": "disk"})[0]
@@ -285,7 +286,7 @@ def test_a_directory_is_quantized_in_the_memory_of_a_weight(name: str, measured:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["imported", "imported_sparse"])
+@pytest.mark.parametrize("name", ["imported", "imported_gguf", "imported_sparse"])
 def test_a_directory_is_imported_in_the_memory_of_a_weight(name: str, measured: dict[str, dict[str, int]]) -> None:
     found = measured[name]
     assert found["written"] > 20_000_000

@@ -31,8 +31,13 @@ _DTYPE_NAMES = (
     "complex32 complex64 complex128 bool uint8 uint16 uint32 uint64 int8 int16 int32 int64"
 )
 ALL_DTYPES: frozenset[torch.dtype] = frozenset(getattr(torch, name) for name in _DTYPE_NAMES.split())
-ROLES = ("weight", "exp_avg", "exp_avg_sq", "buffer", "other")
-"""The roles of tensors in a checkpoint: a parameter, one of Adam's moments, a module's buffer, or anything else."""
+# Positive states that an optimizer divides by, or by whose root it divides. None of them may become zero by rounding.
+SQUARES = ("exp_avg_sq", "maximum", "sum", "norm")
+ROLES = ("weight", "exp_avg", *SQUARES, "momentum", "factor", "iterate", "buffer", "other")
+"""The roles of tensors in a checkpoint: a parameter, a module's buffer, a state of an optimizer, or anything else.
+
+`planning/optimizers.py` says which state of which optimizer has which role.
+"""
 
 # The limits of torch. Below them the product of a shape's sizes is exact in torch's 64-bit arithmetic.
 _MOST_DIMENSIONS, _MOST_ELEMENTS = 64, 1 << 56

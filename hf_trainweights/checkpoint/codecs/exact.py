@@ -42,7 +42,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, ROLES, Codec, EncodedTensor, Params, References
+from hf_trainweights.checkpoint.codecs.base import (
+    LOSSY_DTYPES,
+    ROLES,
+    SQUARES,
+    Codec,
+    EncodedTensor,
+    Params,
+    References,
+)
 from hf_trainweights.checkpoint.codecs.coding.blocks import (
     CHUNK,
     BlockReader,
@@ -157,7 +165,7 @@ class PlanesRank1(ChunkedCodec):
 
     codec_id: ClassVar[str] = "planes-rank1"
     lossless: ClassVar[bool] = True
-    roles: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
+    roles: ClassVar[tuple[str, ...]] = SQUARES
     dtypes: ClassVar[frozenset[torch.dtype]] = LOSSY_DTYPES
 
     def _chunks(self, tensor: Tensor, references: References) -> Chunks:

@@ -52,11 +52,15 @@ class Grouped(Codec):
 
     codec_id: ClassVar[str] = "grouped"
     lossless: ClassVar[bool] = False
-    roles: ClassVar[tuple[str, ...]] = ("weight", "exp_avg")
+    roles: ClassVar[tuple[str, ...]] = ("weight", "exp_avg", "momentum")
     dtypes: ClassVar[frozenset[torch.dtype]] = LOSSY_DTYPES
 
     def __post_init__(self) -> None:
-        get_format(self.config)
+        form = get_format(self.config)
+        if form.is_import_only:
+            source = f"{form}, whose weights come from files of other programs"
+            advice = f'Choose "{form.for_new_values().name}".'
+            raise ConfigError("format", "a format that this package quantizes to", source, advice)
 
     def _encode(self, tensor: Tensor, references: References) -> EncodedTensor:
         weight = tensor.view(_weight_shape(tensor.shape))

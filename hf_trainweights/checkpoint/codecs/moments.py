@@ -59,7 +59,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Params, References
+from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, SQUARES, Codec, EncodedTensor, Params, References
 from hf_trainweights.checkpoint.codecs.coding import compiled
 from hf_trainweights.checkpoint.codecs.coding.blocks import (
     Placed,
@@ -126,7 +126,7 @@ class LogRank1(Codec):
 
     codec_id: ClassVar[str] = "log-rank1"
     lossless: ClassVar[bool] = False
-    roles: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
+    roles: ClassVar[tuple[str, ...]] = SQUARES
     dtypes: ClassVar[frozenset[torch.dtype]] = LOSSY_DTYPES
 
     def __post_init__(self) -> None:
@@ -304,12 +304,12 @@ class UpdateSpace(Codec):
     def __post_init__(self) -> None:
         if not _SMALLEST_UPDATE_STEP <= self.step <= _LARGEST_UPDATE_STEP:
             allowed = f"a number from {_SMALLEST_UPDATE_STEP} to {_LARGEST_UPDATE_STEP}"
-            raise ConfigError("update-space, step", allowed, repr(self.step), "Usual are 0.25 and 0.5.")
+            raise ConfigError(f"{self.codec_id}, step", allowed, repr(self.step), "Usual are 0.25 and 0.5.")
 
     def _encode(self, tensor: Tensor, references: References) -> EncodedTensor:
         if "exp_avg_sq" not in references:
             next_step = "Pass the decoded exp_avg_sq, or use a lossless codec."
-            raise ConfigError("codec update-space, references", "exp_avg_sq", "nothing", next_step)
+            raise ConfigError(f"codec {self.codec_id}, references", "exp_avg_sq", "nothing", next_step)
         shape = matrix_shape(tensor.shape)
         second_moments, encoder = references["exp_avg_sq"].view(shape), TileEncoder(tensor, self.step)
         for tile in tiles(*shape):

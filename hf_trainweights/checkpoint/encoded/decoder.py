@@ -38,6 +38,7 @@ from hf_trainweights.checkpoint.encoded.structure import (
     decoded_bytes,
     empty_storages,
     open_structure,
+    parts_sha256,
     payload_crc32,
     storage_name,
 )
@@ -109,7 +110,7 @@ def _decode_storage(
     structure: Mapping[str, Any],
     index: int,
     pieces: Sequence[Tensor],
-    anchor: Anchor | BaseWeights | None,
+    anchor: AnyAnchor | None,
     exp_avg_sq: Tensor | None = None,
 ) -> Tensor:
     """Decode a storage to a new CPU tensor, given a checked structure, the storage's pieces, and its references.
@@ -122,8 +123,8 @@ def _decode_storage(
         where = f"{storage_name(structure, index)}, from byte {start} of the payload on"
         raise corrupt(where, f"crc32 {entry['crc32']}", payload_crc32(pieces))
     codec, dtype = CODECS[entry["codec"]], DTYPES[entry["dtype"]]
-    # An `Anchor` decodes tensors to new memory, to which a codec may write. A base maps them from files, so it may not.
-    references = OwnAnchor() if isinstance(anchor, Anchor) else {}
+    # An anchor decodes tensors to new memory, to which a codec may write. A base maps them from files, so it may not.
+    references = {} if isinstance(anchor, BaseWeights) else OwnAnchor()
     if anchor is not None and "anchor" in entry:
         references["anchor"] = anchor.tensor(entry["anchor"]).to(dtype)
     if exp_avg_sq is not None:
@@ -138,7 +139,7 @@ def _decode_storage(
     return decoded if decoded.untyped_storage().nbytes() == decoded.nbytes else decoded.clone()
 
 
-def open_anchor(entry: Mapping[str, Any]) -> Anchor | BaseWeights:
+def open_anchor(entry: Mapping[str, Any]) -> AnyAnchor:
     """Open the anchor or base that a file's structure names in `anchor`, and all files that it refers to in turn.
 
     The anchor stays open until another anchor is asked for or one of its files changes. Each item of a sharded
@@ -149,6 +150,10 @@ def open_anchor(entry: Mapping[str, Any]) -> Anchor | BaseWeights:
     global _last_anchor
     if "base" in entry:
         return BaseWeights(Base.from_dict("the anchor's base", entry["base"]), Path(entry["path"]).parent)
+    if "parts" in entry:
+        directory = Path(entry["path"]).parent
+        paths = {part: find_anchor(part, str(directory / anchor_file_name(part))) for part in entry["parts"]}
+        return AnchorParts([Anchor(path, sha256=part) for part, path in paths.items()])
     sha256, path = entry["sha256"], find_anchor(entry["sha256"], entry["path"])
     last = _last_anchor  # read once, because another thread may open another anchor meanwhile
     if last is not None and last[0].sha256 == sha256 and all(map(_is_unchanged, last[0].files, last[1])):
@@ -287,6 +292,37 @@ class BaseWeights:
         if not isinstance(state, dict):
             raise corrupt(f"{path} of {self.base}", "a plain state dict", type(state).__name__)
         return state
+
+
+class AnchorParts:
+    """The anchors of several ranks, `parts`, as one. If two have a tensor of one name, the first one counts."""
+
+    def __init__(self, parts: Sequence[Anchor]):
+        self.parts = tuple(parts)
+        self.directory = parts[0].directory
+        self.sha256 = parts_sha256(part.sha256 for part in parts)
+        self.files = tuple(file for part in parts for file in part.files)
+        self._by_name = {name: part for part in reversed(parts) for name in part}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._by_name
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_name)
+
+    def stored_name(self, name: str) -> str:
+        """Return the name of a tensor in the anchors' files, which is the same."""
+        return name
+
+    def tensor(self, name: str) -> Tensor:
+        """Decode one tensor to a new CPU tensor; CorruptFileError: it is missing or damaged."""
+        if name not in self._by_name:
+            raise corrupt(str(self.directory), f"anchors that hold {name}", "others only")
+        return self._by_name[name].tensor(name)
+
+
+# Everything that an encoded file may refer to.
+AnyAnchor = Anchor | BaseWeights | AnchorParts
 
 
 def matching_names(weights: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> dict[str, str]:

@@ -22,7 +22,7 @@ from torch._utils import _rebuild_tensor_v2
 
 from hf_trainweights.checkpoint.codecs.base import Json
 from hf_trainweights.checkpoint.codecs.coding.blocks import ByteBuffer
-from hf_trainweights.checkpoint.encoded.decoder import Anchor, BaseWeights, decode_file
+from hf_trainweights.checkpoint.encoded.decoder import AnchorParts, AnyAnchor, BaseWeights, decode_file
 from hf_trainweights.checkpoint.encoded.storage_tasks import Plan, StorageEncoder
 from hf_trainweights.checkpoint.encoded.structure import (
     ALIGNMENT_BYTES,
@@ -57,7 +57,7 @@ def encode_file(
     plan: Plan,
     file: Writable | None = None,
     *,
-    anchor: Anchor | BaseWeights | None = None,
+    anchor: AnyAnchor | None = None,
     anchor_directory: Path | None = None,
     second_moments: Mapping[str, Tensor] | None = None,
 ) -> EncodedFile:
@@ -77,17 +77,22 @@ def encode_file(
         for piece, crc32, continues in pieces:
             payload.append(piece, crc32, continues=continues)
     for view in structure["tensors"]:
-        view["storage"] = encoder.numbers[view["storage"]]
+        if "joined" in view:
+            view["joined"] = [encoder.numbers[number] for number in view["joined"]]
+        else:
+            view["storage"] = encoder.numbers[view["storage"]]
     used = anchor if any("anchor" in entry for entry in encoder.entries) else None
     header = {"anchor": _anchor_entry(used, anchor_directory)} if used else {}
     text = seal_structure({"version": VERSION, **header, **structure, "storages": encoder.entries})
     return EncodedFile(text, tuple(encoder.report), used and used.sha256, payload.complete(text))
 
 
-def _anchor_entry(anchor: Anchor | BaseWeights, directory: Path | None) -> dict[str, Json]:
+def _anchor_entry(anchor: AnyAnchor, directory: Path | None) -> dict[str, Json]:
     path = (directory or anchor.directory).absolute() / anchor_file_name(anchor.sha256)
-    base: dict[str, Json] = {"base": anchor.base.to_dict()} if isinstance(anchor, BaseWeights) else {}
-    return {"sha256": anchor.sha256, "path": str(path), **base}
+    more: dict[str, Json] = {"base": anchor.base.to_dict()} if isinstance(anchor, BaseWeights) else {}
+    if isinstance(anchor, AnchorParts):
+        more = {"parts": [part.sha256 for part in anchor.parts]}
+    return {"sha256": anchor.sha256, "path": str(path), **more}
 
 
 class Payload:

@@ -157,7 +157,7 @@ def anchor_digests(path: Path) -> Collection[str]:
     anchor = read_structure(path).get("anchor")
     if anchor is None:
         return ()
-    return anchor["base"]["files"].values() if "base" in anchor else (anchor["sha256"],)
+    return anchor["base"]["files"].values() if "base" in anchor else anchor.get("parts", (anchor["sha256"],))
 
 
 def load_undecoded(path: str | Path) -> Undecoded:

@@ -22,9 +22,10 @@ from hf_trainweights.checkpoint.codecs.coding.blocks import BlockWriter, Chunked
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.codecs.exact import Planes, Raw
 from hf_trainweights.checkpoint.codecs.moments import LogRank1, TileEncoder, UpdateSpace
-from hf_trainweights.checkpoint.encoded.decoder import Anchor, BaseWeights
+from hf_trainweights.checkpoint.encoded.decoder import AnyAnchor
+from hf_trainweights.checkpoint.encoded.storages import Storage
 from hf_trainweights.checkpoint.encoded.structure import TensorReport, payload_crc32
-from hf_trainweights.checkpoint.encoded.tree import KeyPath, Storage, path_text
+from hf_trainweights.checkpoint.encoded.tree import KeyPath, path_text
 from hf_trainweights.checkpoint.encoded.workers import in_order, worker_count
 from hf_trainweights.errors import QuantizationError, UnsupportedError
 
@@ -152,7 +153,7 @@ class StorageEncoder:
         self,
         storages: Sequence[Storage],
         plan: Plan,
-        anchor: Anchor | BaseWeights | None,
+        anchor: AnyAnchor | None,
         second_moments: Mapping[str, Tensor],
     ):
         self._storages = storages
@@ -303,7 +304,8 @@ class StorageEncoder:
         are_alike = len({storage.shape for storage in storages}) == 1 and all(s.exclusive for s in storages)
         match [self._plans[index].candidates for index in unit]:
             case [[LogRank1() as log_rank1], [UpdateSpace() as update_space]] if self._moments.get(unit[1]) == unit[0]:
-                if not are_alike or not {storage.source.dtype for storage in storages} <= LOSSY_DTYPES:
+                are_plain = type(update_space) is UpdateSpace and are_alike
+                if not are_plain or not {storage.source.dtype for storage in storages} <= LOSSY_DTYPES:
                     return []
                 exp_avg_sq, exp_avg = (storage.read() for storage in storages)
                 encoder = TileEncoder(exp_avg, update_space.step)

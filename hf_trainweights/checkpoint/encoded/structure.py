@@ -34,6 +34,10 @@ these files:
              "repository": "sentence-transformers/all-MiniLM-L6-v2",
              "commit": "<40 hexadecimal digits>"}
 
+A file may refer to several anchors, none of which has a name of another one's: each rank writes one of its own. Then
+`anchor` has the key `parts`, their digests. `sha256` is that of the text with one of them a line, and `path` leads to
+the directory of the anchors.
+
 Weights that are not in the Hub's cache have `path` instead of `repository` and `commit`: the directory where they lay,
 for people to read. A reader never opens it.
 """
@@ -142,6 +146,9 @@ def _check_anchor(anchor: Any) -> None:
     parts = path.replace("\\", "/").split("/")
     if parts[-1] != anchor_file_name(sha256) or ".." in parts or "\0" in path:
         raise corrupt("the anchor's path", f"one without `..` that ends in {anchor_file_name(sha256)}", path)
+    parts = anchor.get("parts")
+    if "parts" in anchor and not (type(parts) is list and all(map(is_sha256, parts)) and parts_sha256(parts) == sha256):
+        raise corrupt("the anchor's parts", f"anchors of the digest {sha256}", parts)
     base = Base.from_dict("the anchor's base", anchor["base"]) if "base" in anchor else None
     if base is not None and base.sha256 != sha256:
         raise corrupt("the anchor's base", f"files of the digest {sha256}", base.sha256)
@@ -239,6 +246,11 @@ def anchor_file_name(sha256: str) -> str:
     return f"{sha256}{ANCHOR_SUFFIX}"
 
 
+def parts_sha256(digests: Iterable[str]) -> str:
+    """Return the digest of several anchors together: that of their digests, one a line."""
+    return hashlib.sha256("".join(f"{digest}\n" for digest in digests).encode()).hexdigest()
+
+
 def storage_name(structure: Mapping[str, Any], index: int) -> str:
     """Return the name of a storage in messages, e.g. `tensor state.0.exp_avg`, or `storage 3` if no tensor views it."""
     path = storage_paths(structure).get(index)
@@ -252,8 +264,10 @@ def storage_paths(structure: Mapping[str, Any]) -> dict[int, KeyPath]:
     paths: dict[int, KeyPath] = {}
     for tensor, path in _tensor_paths(structure.get("tree"), ()):
         view = table.get(tensor) if type(tensor) is int else None
-        if type(view) is dict and type(view.get("storage")) is int:
-            paths.setdefault(view["storage"], path)
+        numbers = (view.get("joined") or [view.get("storage")]) if type(view) is dict else ()
+        for number in numbers if type(numbers) is list else ():
+            if type(number) is int:
+                paths.setdefault(number, path)
     return paths
 
 

@@ -10,6 +10,7 @@ The JSON holds as data the values that `torch.save` would pickle:
 | tuple, torch.Size | `{"tuple": [...]}`, `{"size": [...]}` |
 | dict, OrderedDict, Counter | `{"dict": [[key, value], ...]}`, `{"ordered_dict": ...}`, `{"counter": ...}` |
 | torch.dtype, torch.device | `{"dtype": "float32"}`, `{"device": "cuda:0"}` |
+| object of a known class | `{"object": ["deepspeed...LossScaler", node]}`, see objects.py |
 | tensor, parameter | `{"tensor": index}`; the same object twice has the same index |
 
 The node of an OrderedDict has a second entry, `"metadata": node`, if the dict has the `_metadata` of a module's state
@@ -21,6 +22,9 @@ true}`. Left out are a shape that equals the storage's, strides that are row-maj
 that share memory share a storage, so a write through one shows in the other. A storage holds only the elements that its
 views span, and the gaps between views are closed: a small view of a large tensor does not drag the rest along. Errors
 name a tensor by its key path, the keys that lead to it from the top of the tree.
+
+A tensor in pieces (storages.py) is a view of several storages, `{"joined": [3, 4], "shape": [2, 2]}`. It has their
+elements one after the other, in memory of its own. A storage belongs to one such view at most.
 """
 
 from __future__ import annotations
@@ -37,6 +41,8 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import ALL_DTYPES, Json
+from hf_trainweights.checkpoint.encoded.objects import build_object, object_name, object_state
+from hf_trainweights.checkpoint.encoded.storages import Joined, Storage, join, repeated
 from hf_trainweights.errors import CorruptFileError, UnstorableError
 
 Key = str | int | float | bool | None
@@ -105,7 +111,7 @@ def _is_key(value: object) -> TypeGuard[Key]:
 
 @dataclass
 class _Flattener:
-    tensors: list[Tensor] = field(default_factory=list)
+    tensors: list[Tensor | Joined] = field(default_factory=list)
     paths: list[list[KeyPath]] = field(default_factory=list)
     _indices: dict[int, int] = field(default_factory=dict)
     _open: list[int] = field(default_factory=list)
@@ -114,7 +120,7 @@ class _Flattener:
         kind = type(value)
         if _is_key(value):
             return _scalar_node(value, path)
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor | Joined):
             return {"tensor": self._tensor_index(value, path)}
         if kind is torch.dtype and str(value).removeprefix("torch.") in DTYPES:
             return {"dtype": str(value).removeprefix("torch.")}
@@ -124,6 +130,8 @@ class _Flattener:
             return {"size": list(value)}
         if kind is list or kind is tuple or kind in _MAPPING_KINDS:
             return self._container_node(value, path)
+        if name := object_name(value):
+            return {"object": [name, self.node(object_state(value), path)]}
         expected = "a scalar, list, tuple, dict, torch.dtype, torch.device, torch.Size or tensor"
         next_step = "Convert it, e.g. with float(), list() or torch.as_tensor(), or leave it out."
         raise UnstorableError(path_text(path), expected, f"{kind.__module__}.{kind.__qualname__}", next_step)
@@ -157,7 +165,7 @@ class _Flattener:
             raise UnstorableError(path_text(path), "a dict without attributes", others, "Use a plain dict.")
         return node
 
-    def _tensor_index(self, tensor: Tensor, path: KeyPath) -> int:
+    def _tensor_index(self, tensor: Tensor | Joined, path: KeyPath) -> int:
         index = self._indices.setdefault(id(tensor), len(self.tensors))
         if index == len(self.tensors):
             self.tensors.append(tensor)
@@ -192,7 +200,11 @@ def _value(node: Any, tensors: Sequence[Tensor], path: KeyPath) -> Any:
         return tuple(_value(item, tensors, (*path, index)) for index, item in enumerate(content))
     if kind == "tensor" and type(content) is int and 0 <= content < len(tensors):
         return tensors[content]
+    name, state = (content[0], content[1]) if kind == "object" and type(content) is list and content[1:] else ("", None)
+    value = _value(state, tensors, (*path, "attributes")) if name else None
     try:
+        if name:
+            return build_object(name, value)
         return _CONSTANTS[kind](content)
     except (KeyError, OverflowError, RuntimeError, TypeError, ValueError, struct.error) as error:
         raise corrupt(path_text(path), "a node", node) from error
@@ -215,49 +227,34 @@ def _mapping(kind: str, node: dict[str, Any], tensors: Sequence[Tensor], path: K
     return mapping
 
 
-@dataclass(frozen=True)
-class Storage:
-    """Memory that one or more tensors of a tree share.
-
-    Args:
-        source: One of these tensors.
-        spans: The elements of the memory that are in use: disjoint `(start, stop)` pairs, ascending.
-        shape: The shape that a codec sees: the tensors' if `exclusive`, else the number of elements in use.
-        paths: Key paths of the tensors, in the order of the tree.
-        exclusive: Whether the elements in use are one contiguous tensor, or several tied ones of the same shape.
-        size_bytes: Size of the elements in use.
-    """
-
-    source: Tensor
-    spans: tuple[tuple[int, int], ...]
-    shape: tuple[int, ...]
-    paths: tuple[KeyPath, ...]
-    exclusive: bool
-    size_bytes: int
-
-    def read(self) -> Tensor:
-        """Return the elements in use as a contiguous CPU tensor of `shape`, a view where possible."""
-        pieces = [self.source.as_strided((stop - start,), (1,), start).cpu() for start, stop in self.spans]
-        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(self.shape)
-
-
-def find_storages(tensors: Sequence[Tensor], paths: Sequence[Sequence[KeyPath]]) -> tuple[list[Json], list[Storage]]:
+def find_storages(
+    tensors: Sequence[Tensor | Joined], paths: Sequence[Sequence[KeyPath]]
+) -> tuple[list[Json], list[Storage]]:
     """Return a view per tensor, as JSON, and the storages that they view, found by shared memory as in torch.save.
 
     `tensors` are distinct objects, `paths` the key paths of each. UnstorableError names the key path of a tensor that
     is not plain and dense, or shares memory with a tensor of another dtype.
     """
-    groups: dict[int, list[int]] = {}
+    groups: dict[object, list[int]] = {}
     for index, tensor in enumerate(tensors):
-        require_storable(tensor, paths[index][0])
-        groups.setdefault(tensor.untyped_storage()._cdata, []).append(index)
+        for piece in tensor.pieces.values() if isinstance(tensor, Joined) else (tensor,):
+            require_storable(piece, paths[index][0])
+        group = (index,) if isinstance(tensor, Joined) else tensor.untyped_storage()._cdata
+        groups.setdefault(group, []).append(index)
     views: list[Json] = [None] * len(tensors)
-    storages = []
-    for number, group in enumerate(groups.values()):
-        storage = _compact([tensors[i] for i in group], [paths[i] for i in group])
+    storages: list[Storage] = []
+    for group in groups.values():
+        first = tensors[group[0]]
+        if isinstance(first, Joined):
+            views[group[0]] = first.view(len(storages))
+            for name, piece in first.pieces.items():
+                storages.append(_compact([piece], [[(*path, name) for path in paths[group[0]]]]))
+            continue
+        alike = [tensor for i in group if isinstance(tensor := tensors[i], Tensor)]
+        storage = _compact(alike, [paths[i] for i in group])
+        for i, tensor in zip(group, alike, strict=True):
+            views[i] = _view(tensor, len(storages), storage)
         storages.append(storage)
-        for i in group:
-            views[i] = _view(tensors[i], number, storage)
     return views, storages
 
 
@@ -332,6 +329,8 @@ def build_tensors(views: object, storages: Sequence[Tensor]) -> list[Tensor]:
     """
     if type(views) is not list:
         raise corrupt("the table of tensors", "a list", views)
+    if twice := repeated(views):
+        raise corrupt("the table of tensors", "each storage in one joined tensor", twice)
     return [_tensor(f"tensor {index}", view, storages) for index, view in enumerate(views)]
 
 
@@ -356,6 +355,12 @@ def _row_major_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _tensor(where: str, view: Any, storages: Sequence[Tensor]) -> Tensor:
+    if type(view) is dict and "joined" in view:
+        shape = require_sizes(f"{where}, shape", view.get("shape"))
+        try:
+            return join(view["joined"], shape, storages, requires_grad=view.get("requires_grad", False) is True)
+        except ValueError as error:
+            raise corrupt(where, "storages whose elements fill its shape", error) from error
     number = view.get("storage") if type(view) is dict else None
     if type(number) is not int or not 0 <= number < len(storages):
         raise corrupt(where, f"a storage below {len(storages)}", number)

@@ -32,7 +32,8 @@ from hf_trainweights.checkpoint.planning.policy import ModeName, Policy
 from hf_trainweights.checkpoint.planning.roles import optimizer_parameter_names
 from hf_trainweights.checkpoint.run.checkpoints import OPTIMIZER_NAME, STATE_NAME, intact_manifest
 from hf_trainweights.checkpoint.run.job import BaseChoice, SaveJob
-from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME, Weights, save_new_directory
+from hf_trainweights.checkpoint.run.weights import WEIGHTS_NAME, Weights
+from hf_trainweights.checkpoint.whole.writer import save_new_directory
 from hf_trainweights.errors import ConfigError, CorruptFileError
 
 _FILES = {

@@ -1,12 +1,10 @@
-"""Finds the class of an optimizer, and by the class the roles of its states: how each of them moves a weight.
+"""Finds the class of an optimizer, and by the class its rules: how each of its states moves a weight.
 
-A lossy mode may round a state only in the unit in which the optimizer uses it, so the class of the optimizer decides.
-The names of states do not: Prodigy scales its `exp_avg` by an estimated rate, ADOPT divides gradients before it
-averages them, RAdam does not divide by `exp_avg_sq` in its first steps, and all of them name their states as Adam does.
-States of a class that is not in `RULES` stay exact.
+`update_rules` is the table of these rules. States of a class that is not in it stay exact.
 
-Files that other packages wrote do not name the class. Then the settings in the parameter groups decide: only torch's
-Adam and AdamW record exactly those of `_SETTINGS_OF_ADAM`, and maybe of `_LATER_SETTINGS`.
+Files that other packages wrote do not name the class. Then the settings in the parameter groups decide: only one class
+records exactly those of a row of `_SETTINGS`, and maybe of `_LATER_SETTINGS`. RAdam, Adamax and Adadelta have no row,
+because many classes of other packages have their settings.
 """
 
 from __future__ import annotations
@@ -15,61 +13,43 @@ import functools
 import inspect
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES
-from hf_trainweights.checkpoint.planning.roles import MOMENTS, is_optimizer_state
+from hf_trainweights.checkpoint.planning.roles import is_optimizer_state
+from hf_trainweights.checkpoint.planning.update_rules import ADAM, ADAM_RULES, RULES, Rules
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class UpdateRule:
-    """How a class of optimizers moves a weight: roles by the keys of its states, and keys of states that stay exact.
-
-    If a parameter has any other state, the optimizer moves it by another rule, e.g. Adam with `amsgrad`.
-    """
-
-    roles: Mapping[str, str]
-    exact: frozenset[str]
-
-    def fits(self, state: Mapping[Any, Any]) -> bool:
-        """Return whether one parameter has the states of this rule, in dtypes that codecs can round."""
-        tensors = [state.get(key) for key in self.roles]
-        if not all(isinstance(tensor, Tensor) and tensor.dtype in LOSSY_DTYPES for tensor in tensors):
-            return False
-        shapes = {tensor.shape for tensor in tensors if isinstance(tensor, Tensor)}
-        return len(shapes) == 1 and state.keys() <= self.roles.keys() | self.exact
-
 
 # The key in a manifest's metadata under which `states_entry` is stored.
 STATES_KEY = "optimizer"
 
-ADAM = "torch.optim.adam.Adam"
 # A group with the settings of Adam that plans need, for parameters that are known to be Adam's.
 ADAM_GROUP: Mapping[str, Any] = {"lr": 0.0, "betas": (0.9, 0.999)}
-_ADAM_RULE = UpdateRule({key: key for key in sorted(MOMENTS)}, frozenset({"step"}))
-
-# Classes by module and name. apex counts steps in the group, and has no state `step`.
-RULES: Mapping[str, UpdateRule] = {
-    ADAM: _ADAM_RULE,
-    "torch.optim.adamw.AdamW": _ADAM_RULE,
-    "apex.optimizers.fused_adam.FusedAdam": _ADAM_RULE,
-}
-
 # Wrappers, and the attribute in which each has the optimizer whose `step` it calls without changes.
 _WRAPPERS = {
     "accelerate.optimizer.AcceleratedOptimizer": "optimizer",
+    "accelerate.utils.deepspeed.DeepSpeedOptimizerWrapper": "optimizer",
+    "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": "optimizer",
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": "optimizer",
+    "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": "optimizer",
     "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer": "optim",
 }
 # A subclass that replaces one of these methods moves weights by a rule of its own, or saves other states.
 _METHODS_OF_A_RULE = ("step", "_init_group", "state_dict")
 
-# Settings in a group of torch's Adam and AdamW: those of every version of torch, then later ones and schedulers'.
-_SETTINGS_OF_ADAM = frozenset({"lr", "betas", "eps", "weight_decay", "amsgrad"})
+# Settings in a group by class: those of every version of torch, then later ones and schedulers'.
+_SETTINGS = {
+    ADAM: {"lr", "betas", "eps", "weight_decay", "amsgrad"},
+    "torch.optim.nadam.NAdam": {"lr", "betas", "eps", "weight_decay", "momentum_decay"},
+    "torch.optim.rmsprop.RMSprop": {"lr", "momentum", "alpha", "eps", "centered", "weight_decay"},
+    "torch.optim.adagrad.Adagrad": {"lr", "lr_decay", "eps", "weight_decay", "initial_accumulator_value"},
+    "torch.optim.sgd.SGD": {"lr", "momentum", "dampening", "weight_decay", "nesterov"},
+    "torch.optim.Muon": {
+        *("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
+    },
+}
 _LATER_SETTINGS = frozenset(
     {"maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay", "params", "param_names"}
     | {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
@@ -79,14 +59,14 @@ _LATER_SETTINGS = frozenset(
 def class_name(optimizer: Any) -> str | None:
     """Return module and name of an optimizer's class, or of its base class in `RULES` if it moves weights by that rule.
 
-    A text is returned as it is, except that Adam and AdamW become torch's. None stays None.
+    A text is returned as it is, except that the name of a class of torch gets its module. None stays None.
     """
     if optimizer is None:
         return None
     if isinstance(optimizer, str):
         name = optimizer.removeprefix("torch.optim.")
-        torchs = f"torch.optim.{name.lower()}.{name}"
-        return torchs if torchs in RULES else optimizer
+        torchs = (known for known in RULES if known.startswith("torch.") and known.endswith(f".{name}"))
+        return next(torchs, optimizer)
     own_name = _qualified(type(optimizer))
     if own_name in _WRAPPERS:
         return class_name(getattr(optimizer, _WRAPPERS[own_name]))
@@ -94,17 +74,20 @@ def class_name(optimizer: Any) -> str | None:
     return own_name if base is None or _replaces(type(optimizer), base) else _qualified(base)
 
 
-def rule_of(name: str | None, settings: Collection[str]) -> UpdateRule | None:
-    """Return the rule by which the parameters of a group are moved, or None if it is unknown.
+def rules_of(name: str | None, settings: Collection[str]) -> Rules:
+    """Return the rules by which the parameters of a group are moved, none if the class is unknown.
 
     `name` is the optimizer's class, or None if that is unknown. `settings` are the keys of the group.
     """
-    if "betas" not in settings:
-        return None
-    if name is not None:
-        return RULES.get(name)
-    is_adams = _SETTINGS_OF_ADAM <= set(settings) <= _SETTINGS_OF_ADAM | _LATER_SETTINGS
-    return _ADAM_RULE if is_adams else None
+    if name is None:
+        keys = set(settings)
+        name = next((each for each, own in _SETTINGS.items() if own <= keys <= own | _LATER_SETTINGS), "")
+    return RULES.get(name, ())
+
+
+def is_adam(name: str | None, settings: Collection[str]) -> bool:
+    """Return whether Adam or AdamW moves the parameters of a group; the arguments are those of `rules_of`."""
+    return "betas" in settings and rules_of(name, settings) is ADAM_RULES
 
 
 def adam_states(
@@ -114,7 +97,7 @@ def adam_states(
     if not is_optimizer_state(optimizer):
         return
     for group in optimizer["param_groups"]:
-        if rule_of(optimizer_class, group) is not _ADAM_RULE:
+        if not is_adam(optimizer_class, group) or len(group["betas"]) != 2:
             continue
         for index in group["params"]:
             state = optimizer["state"].get(index, {})
@@ -132,7 +115,7 @@ def states_entry(
 
     `tensors` are the rows of its states in a report. If a lossy mode has no rule for any of them, warn once per class.
     """
-    if is_lossy and tensors and not any(row["role"] in MOMENTS for row in tensors):
+    if is_lossy and tensors and all(row["role"] == "other" for row in tensors):
         _say_that_states_stay_exact(optimizer_class)
     return {"class": optimizer_class, "rounded": sorted({row["role"] for row in tensors if row["bound"] is not None})}
 
@@ -147,10 +130,10 @@ def recorded_class(metadata: Mapping[str, Any]) -> str | None:
 @functools.cache  # once per class
 def _say_that_states_stay_exact(optimizer_class: str | None) -> None:
     if optimizer_class is None:
-        advice = "If it is torch's Adam or AdamW, say so: optimizer='AdamW', on the command line --optimizer AdamW."
+        advice = "Say which it is, such as optimizer='AdamW', on the command line --optimizer AdamW."
         _logger.warning("States of an optimizer whose class the checkpoint does not name stay exact. %s", advice)
     else:
-        why = "the lossy modes round states of Adam and AdamW without amsgrad alone"
+        why = "no rule says how they move weights (see register_update_rule)"
         _logger.warning("The states of %s stay exact: %s.", optimizer_class, why)
 
 

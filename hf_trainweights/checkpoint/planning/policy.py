@@ -3,10 +3,11 @@
 | role | tensors | `near-lossless` | `compact` |
 |---|---|---|---|
 | weight | parameters | delta-uniform, step rms / 4 | delta-uniform, step rms |
-| exp_avg | first moments of Adam and AdamW | update-space, step 1/4 | update-space, step 1/2 |
-| exp_avg_sq | their second moments; if exact, planes-rank1 | log-rank1, step 1 | log-rank1, step 2 |
+| exp_avg | means that are divided (see update_rules.py) | update-space, step 1/4 | update-space, step 1/2 |
+| momentum | means that are not | row-uniform, step 1/2 | row-uniform, step 1 |
+| exp_avg_sq, maximum, sum, norm | divisors; if exact, planes-rank1 | log-rank1, step 1 | log-rank1, step 2 |
 | buffer | buffers of the module | exact | exact |
-| other | step counters, states of other optimizers (see optimizers.py) | exact | exact |
+| factor, iterate, other | step counters, averaged weights, states without a rule | exact | exact |
 
 In `lossless` everything is exact. `rms` is the root mean square of a weight's first difference to its anchor. For a
 weight that has no anchor, the last update of Adam or an earlier anchor predicts `rms`. If neither exists, or the weight
@@ -27,22 +28,24 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs import CODECS
-from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, ROLES, Codec
+from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, ROLES, SQUARES, Codec
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.codecs.exact import Planes, PlanesDelta, PlanesRank1
 from hf_trainweights.checkpoint.codecs.grouped import Grouped
 from hf_trainweights.checkpoint.codecs.moments import LogRank1, UpdateSpace
+from hf_trainweights.checkpoint.codecs.norm_space import NormSpace
+from hf_trainweights.checkpoint.codecs.rows import RowUniform
 from hf_trainweights.checkpoint.encoded.storage_tasks import Plan, TensorPlan
 from hf_trainweights.checkpoint.encoded.tree import Key, KeyPath
-from hf_trainweights.checkpoint.planning.optimizers import rule_of
+from hf_trainweights.checkpoint.planning.optimizers import rules_of
 from hf_trainweights.checkpoint.planning.roles import is_optimizer_state, recorded_names
+from hf_trainweights.checkpoint.planning.update_rules import OPTIMIZER_ROLES, state_of
 from hf_trainweights.errors import ConfigError, did_you_mean
 from hf_trainweights.files.selectors import EXPRESSION, most_exact, name_and_modules, require_used, select
 from hf_trainweights.formats import FORMATS
 
 # Tensors with fewer elements are always exact.
 SIZE_FLOOR = 4096
-OPTIMIZER_ROLES = ("exp_avg", "exp_avg_sq", "other")
 
 # The selector of names in a rule that selects by role alone.
 _ANY_NAME = f"{EXPRESSION}.*"
@@ -56,10 +59,16 @@ class _Mode:
     codecs: Mapping[str, tuple[Codec, ...]]
 
 
+def _mode(steps_per_rms: int, mean_step: float, momentum_step: float, log_step: int) -> _Mode:
+    squares = dict.fromkeys(SQUARES, (LogRank1(step=log_step),))
+    means = {"exp_avg": (UpdateSpace(step=mean_step),), "momentum": (RowUniform(step=momentum_step),)}
+    return _Mode(steps_per_rms, {**means, **squares})
+
+
 _MODES = {
-    "lossless": _Mode(0, {"exp_avg_sq": (PlanesRank1(),)}),
-    "near-lossless": _Mode(4, {"exp_avg": (UpdateSpace(step=0.25),), "exp_avg_sq": (LogRank1(step=1),)}),
-    "compact": _Mode(1, {"exp_avg": (UpdateSpace(step=0.5),), "exp_avg_sq": (LogRank1(step=2),)}),
+    "lossless": _Mode(0, dict.fromkeys(SQUARES, (PlanesRank1(),))),
+    "near-lossless": _mode(4, mean_step=0.25, momentum_step=0.5, log_step=1),
+    "compact": _mode(1, mean_step=0.5, momentum_step=1.0, log_step=2),
 }
 MODES = tuple(_MODES)
 LOSSY_MODES = MODES[1:]
@@ -208,18 +217,22 @@ class Policy:
         states, groups = state["state"], state["param_groups"]
         names = recorded_names(state) if names is None else names
         self._require_names(states, names)
-        rules = {index: rule_of(optimizer, group) for group in groups for index in group["params"]}
+        rules = {index: rules_of(optimizer, group) for group in groups for index in group["params"]}
         choose = self._chooser(names.get(index, str(index)) for index in states)
         plan: dict[KeyPath, TensorPlan] = {}
         for index, values in states.items():
             name = names.get(index, str(index))
-            rule = rules.get(index)
-            roles = rule.roles if rule and rule.fits(values) else {}
-            for key, tensor in _tensors(values).items():
-                role = roles.get(key, "other")
-                codecs = _codecs(choose(role, name), role, tensor)
-                moment = ("state", index, "exp_avg_sq") if UpdateSpace in map(type, codecs) else None
-                plan["state", index, key] = TensorPlan(role, name, codecs, exp_avg_sq=moment)
+            paths = _paths(values, ("state", index))
+            flat = {key: value for key, (_, value) in paths.items()}
+            rule = next((rule for rule in rules.get(index, ()) if rule.fits(flat)), None)
+            for key, tensor in _tensors(flat).items():
+                moment = state_of(rule, key)
+                codecs = _codecs(choose(moment.role, name), moment.role, tensor)
+                if rule and rule.is_norm(key):
+                    codecs = tuple(map(_in_units_of_a_norm, codecs))
+                is_relative = any("exp_avg_sq" in codec.references for codec in codecs)
+                square = paths[moment.square][0] if is_relative and moment.square else None
+                plan[paths[key][0]] = TensorPlan(moment.role, name, codecs, exp_avg_sq=square)
         return plan
 
     @cached_property
@@ -276,6 +289,19 @@ def _tensors(mapping: object) -> dict[Any, Tensor]:
     return {key: value for key, value in mapping.items() if isinstance(value, Tensor)}
 
 
+def _paths(values: Mapping[Any, Any], parent: KeyPath) -> dict[Any, tuple[KeyPath, Any]]:
+    """Return key path and value of each state of a parameter by its key, also of states in a dict of their own.
+
+    bitsandbytes puts its states into such a dict, so that FSDP does not gather them.
+    """
+    paths: dict[Any, tuple[KeyPath, Any]] = {}
+    for key, value in values.items():
+        inner = value.items() if isinstance(value, Mapping) else ()
+        paths |= {inner_key: ((*parent, key, inner_key), state) for inner_key, state in inner}
+        paths[key] = (*parent, key), value
+    return {key: found for key, found in paths.items() if not isinstance(found[1], Mapping)}
+
+
 def _steps_per_rms(choice: str | Codec, role: str, tensor: Tensor) -> int:
     """Return the steps per rms that a mode gives a weight; 0 if the tensor is exact or a rule names its codec."""
     is_exact = role == "buffer" or tensor.numel() < SIZE_FLOOR or tensor.dtype not in LOSSY_DTYPES
@@ -288,6 +314,14 @@ def _codecs(choice: str | Codec, role: str, tensor: Tensor) -> tuple[Codec, ...]
     if isinstance(choice, Codec):
         return (choice,) if choice.lossless or not is_small else ()
     return () if is_small else _MODES[choice].codecs.get(role, ())
+
+
+def _in_units_of_a_norm(codec: Codec) -> Codec:
+    """Return the codec for a first moment that is divided by a norm: the largest gradients, not their root mean square.
+
+    Measured at Adamax's default beta of .999, norms are three to four times as large as roots of Adam's second moments.
+    """
+    return NormSpace(step=codec.step / 4) if type(codec) is UpdateSpace else codec
 
 
 @dataclass(frozen=True)
@@ -308,7 +342,7 @@ def _parse_rule(selector: Any, choice: Any) -> _Rule:
         if isinstance(parsed, Codec) and role not in parsed.roles:
             suitable = [codec_id for codec_id, codec in CODECS.items() if role in codec.roles]
             next_step = "Choose one of these."
-            if role == "exp_avg_sq":
+            if role in SQUARES:
                 next_step = "Nothing linear: it rounds small values to zero, and the next update divides by them."
             raise ConfigError(where, f"for {role} one of {', '.join((*MODES, *suitable))}", parsed.codec_id, next_step)
     return _Rule(roles, name, parsed)

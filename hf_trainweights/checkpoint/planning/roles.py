@@ -68,8 +68,8 @@ def _is_group(group: object) -> bool:
         return False
     if "betas" not in group:
         return True
-    betas = group["betas"]  # Adam's
-    if not isinstance(betas, tuple | list) or len(betas) != 2 or not is_number(group.get("lr")):
+    betas = group["betas"]  # Adam has two, AdEMAMix three
+    if not isinstance(betas, tuple | list) or len(betas) < 2 or not is_number(group.get("lr")):
         return False
     return all(is_number(beta) and 0 <= beta < 1 for beta in betas)
 

@@ -17,9 +17,10 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from hf_trainweights.checkpoint.encoded.storage_tasks import TensorPlan
 from hf_trainweights.checkpoint.encoded.tree import require_storable
-from hf_trainweights.checkpoint.planning.optimizers import ADAM, ADAM_GROUP, rule_of
-from hf_trainweights.checkpoint.planning.policy import OPTIMIZER_ROLES, SIZE_FLOOR
+from hf_trainweights.checkpoint.planning.optimizers import ADAM_GROUP, is_adam
+from hf_trainweights.checkpoint.planning.policy import SIZE_FLOOR
 from hf_trainweights.checkpoint.planning.roles import MOMENTS
+from hf_trainweights.checkpoint.planning.update_rules import ADAM, OPTIMIZER_ROLES
 from hf_trainweights.checkpoint.run.anchors import expected_drift_rms, second_moments
 from hf_trainweights.errors import UnstorableError
 
@@ -29,6 +30,8 @@ _SAMPLE_ELEMENTS = 64
 # Settings of a parameter's group that the estimate of drift needs, and all that it uses.
 _REQUIRED_FIELDS = ("lr", "betas")
 _FIELDS = (*_REQUIRED_FIELDS, "eps")
+
+_ADAM_KEYS = (*MOMENTS, "max_exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -125,9 +128,11 @@ class AdamStates:
             optimizer, _, key = item.index.fqn.rpartition(f"state.{plan.name}.")
             if is_weight(plan):
                 self._weights[plan.name].append(item.index.fqn)
-            elif key == "step" or plan.role in MOMENTS:
+            elif key == "step" or (key in _ADAM_KEYS and plan.role != "other"):
                 self._states[plan.name][optimizer].append((key, item))
         self._groups = Groups(rank)
+        # `settled` has looked at the groups of an optimizer whose class is unknown.
+        self._are_adams = is_adam(rank.orders.optimizer_class or ADAM, ADAM_GROUP)
 
     def drift_rms(self, item: WriteItem) -> float | None:
         """Estimate how far a shard of a weight moves between two saves; None if the rank lacks its state or group."""
@@ -148,7 +153,7 @@ class AdamStates:
         """Return the name of a weight, its optimizer, and the states of its shard that the rank has."""
         name = self._rank.orders.plans[item.index.fqn].name
         optimizer = self._optimizer(item.index.fqn, name)
-        states = [] if optimizer is None else self._states[name][optimizer]
+        states = [] if optimizer is None or not self._are_adams else self._states[name][optimizer]
         # All shards share one step.
         of_shard = [(key, state) for key, state in states if key == "step" or state.index.offset == item.index.offset]
         return name, optimizer, {key: self._rank.tensor(state) for key, state in of_shard}
@@ -229,9 +234,9 @@ def settled(rank: RankItems) -> RankItems:
         return rank
     plans, groups = dict(rank.orders.plans), Groups(rank)
     for name, plan in rank.orders.plans.items():
-        if plan.role in MOMENTS:
+        if not is_weight(plan) and plan.role != "other":
             optimizer = name.rpartition(f"state.{plan.name}.")[0]
-            if rule_of(None, groups.settings(optimizer, plan.name)) is None:
+            if not is_adam(None, groups.settings(optimizer, plan.name)):
                 plans[name] = TensorPlan("other", plan.name, ())
     return replace(rank, orders=replace(rank.orders, plans=plans))
 
@@ -243,8 +248,10 @@ def is_weight(plan: TensorPlan | None) -> bool:
 
 def second_of(item: WriteItem, plan: TensorPlan | None) -> MetadataIndex | None:
     """Return the index of the second moment that an item is encoded relative to; None if it is no such first moment."""
-    is_first = plan is not None and plan.exp_avg_sq is not None
-    return MetadataIndex(f"{item.index.fqn}_sq", item.index.offset) if is_first else None
+    if plan is None or plan.exp_avg_sq is None:
+        return None
+    parameter = item.index.fqn.rpartition(".")[0]
+    return MetadataIndex(f"{parameter}.{plan.exp_avg_sq[-1]}", item.index.offset)
 
 
 def _shared_keys(first: str, second: str) -> int:

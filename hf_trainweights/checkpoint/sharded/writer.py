@@ -26,9 +26,10 @@ from torch.futures import Future
 from hf_trainweights.checkpoint.dcp.metadata import METADATA_NAME
 from hf_trainweights.checkpoint.encoded.storage_tasks import Plan, TensorPlan
 from hf_trainweights.checkpoint.manifest import require_progress
-from hf_trainweights.checkpoint.planning.optimizers import ADAM, ADAM_GROUP, STATES_KEY, class_name, states_entry
-from hf_trainweights.checkpoint.planning.policy import LOSSY_MODES, OPTIMIZER_ROLES, ModeName, Policy
+from hf_trainweights.checkpoint.planning.optimizers import ADAM_GROUP, STATES_KEY, class_name, states_entry
+from hf_trainweights.checkpoint.planning.policy import LOSSY_MODES, ModeName, Policy
 from hf_trainweights.checkpoint.planning.roles import StateName, models, optimizer_states
+from hf_trainweights.checkpoint.planning.update_rules import ADAM, OPTIMIZER_ROLES
 from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, require_count
 from hf_trainweights.checkpoint.sharded.index import (
     ShardedAnchor,

@@ -178,8 +178,8 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
 
     A checkpoint that is the best one when it is saved keeps its weights exact in every mode. If `push_to_hub` is set,
     weights stay plain safetensors, so that readers of the upload need only Transformers. Under FSDP with
-    SHARDED_STATE_DICT every rank compresses the files that it has written. Checkpoints of DeepSpeed, and of a
-    hyperparameter search, are left as they are. Callbacks that request saves have to be registered before this one, so
+    SHARDED_STATE_DICT and under DeepSpeed every rank compresses the files that it has written. Checkpoints of a
+    hyperparameter search are left as they are. Callbacks that request saves have to be registered before this one, so
     that it sees the request. The Trainer calls the methods with its arguments, its state, its control object and, among
     others, model and optimizer.
 
@@ -358,7 +358,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         # Only the Trainer knows the directory of a trial; checkpoints right in the output directory are another run's.
         sharding = Sharding.OTHER if state.is_hyper_param_search else sharding_of(args)
         if sharding is Sharding.OTHER:
-            kinds = "Checkpoints of DeepSpeed, of FSDP other than DCP and of a hyperparameter search"
+            kinds = "Checkpoints of FSDP other than DCP and of a hyperparameter search"
             self._say_once(f"{kinds} are left as the Trainer wrote them.")
         return sharding
 

@@ -5,26 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.encoded.reader import load_file, read_report
-from hf_trainweights.checkpoint.manifest import reported_rounding
-from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME
-from hf_trainweights.files import disk
-from hf_trainweights.files.atomic import move_file, remove_files, replace_file
+from hf_trainweights.checkpoint.encoded.reader import load_file
+from hf_trainweights.checkpoint.run.weights import WEIGHTS_NAME
+from hf_trainweights.files.atomic import move_file, remove_files
 from hf_trainweights.files.disk import temporary_path
 from hf_trainweights.files.safetensors_file import TensorToWrite, write_safetensors
-
-
-def restore_file(file: Path) -> dict[str, float]:
-    """Replace an encoded file by a plain one, and return the rounding of the encoded one by role."""
-    tree, rounding, status = load_file(file), reported_rounding(read_report(file)), file.stat()
-    with replace_file(file) as plain:
-        torch.save(tree, plain)
-    # A resume uses the newer of two files with an optimizer's state, so the time must stay.
-    disk.file_system.set_times(file, status.st_atime_ns, status.st_mtime_ns)
-    return rounding
 
 
 def to_safetensors(file: Path) -> str:

@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs import CODECS
-from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_structure
+from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file
 from hf_trainweights.checkpoint.manifest import PLAIN_MODE, FileEntry, Manifest, add_rounding
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.planning.roles import find_buffers, is_optimizer_state, recorded_names
@@ -38,13 +36,15 @@ from hf_trainweights.checkpoint.run.checkpoints import (
     weights_problem,
 )
 from hf_trainweights.checkpoint.run.job import SaveJob, manifest_fields, rewriting, write_complete_manifest
-from hf_trainweights.checkpoint.whole.plain_files import restore_file, to_safetensors
-from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME, Weights, recorded_states, save_tree, save_weights
+from hf_trainweights.checkpoint.run.weight_files import is_lossy, read_weights, restore_file, weight_files
+from hf_trainweights.checkpoint.run.weights import WEIGHTS_NAME, Weights
+from hf_trainweights.checkpoint.whole.plain_files import to_safetensors
+from hf_trainweights.checkpoint.whole.writer import recorded_states, save_tree, save_weights
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnstorableError, UnsupportedError
 from hf_trainweights.files.atomic import freeing_in_background, remove_files, replace_by_link, replace_file
 from hf_trainweights.files.digests import digest_files
-from hf_trainweights.files.reading import is_torch_file, require_regular_file
-from hf_trainweights.files.weight_files import ENTRY_POINTS, safetensors_files, shard_names
+from hf_trainweights.files.reading import is_torch_file
+from hf_trainweights.files.weight_files import ENTRY_POINTS, safetensors_files
 
 ADAPTER_WEIGHTS_NAME = "adapter_model.bin"
 
@@ -141,7 +141,7 @@ class Inventory:
 
     `weight_files` begins with the file that loaders open first, and has indices before their shards. All are of one
     kind, of an adapter or of a model. ConfigError: there is no checkpoint. UnsupportedError: the checkpoint is sharded,
-    but not written by DCP: it is DeepSpeed's, or FSDP's with LOCAL_STATE_DICT.
+    but not written by DCP: it is FSDP's with LOCAL_STATE_DICT, or the directory of a run of DeepSpeed.
     """
 
     def __init__(self, path: Path):
@@ -176,47 +176,12 @@ class Inventory:
         return [file for file in self.weight_files if file.name != weights_name] + digest_files(self.path)
 
 
-def weight_files(path: Path) -> list[Path]:
-    """List the weight files of an adapter or a model: first the file that loaders open first, indices before shards.
-
-    CorruptFileError: an index cannot be read.
-    """
-    present = [name for name in ENTRY_POINTS if (path / name).is_file()]
-    family = [name for name in present if name.startswith("adapter") == present[0].startswith("adapter")]
-    files = [path / name for name in family]
-    for index in [file for file in files if file.name.endswith(".index.json")]:
-        files += [path / shard for shard in shard_names(index) if (path / shard).is_file()]
-    return files
-
-
 def load_if_possible(path: Path) -> Any:
     """Load a torch file as `load_file` does, mapped and on the CPU; None if it is another file or holds more."""
     try:
         return load_file(path, mmap=True)
     except CorruptFileError:
         return None
-
-
-def read_weights(path: Path) -> dict[str, Any]:
-    """Return the state dict in a weight file, or in the shards of an index, on the CPU, mapped where it can be."""
-    next_step = "Use another checkpoint, or restore this one from a copy."
-    if path.name.endswith(".index.json"):
-        shards = [read_weights(path.parent / name) for name in shard_names(path)]
-        return {name: tensor for shard in shards for name, tensor in shard.items()}
-    if path.suffix == ".safetensors":
-        require_regular_file(path)
-        try:
-            with safe_open(path, framework="pt") as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
-                # safetensors writes a shared tensor under one name; its metadata maps the other names to that name.
-                written_names = {name: other for name, other in (file.metadata() or {}).items() if other in tensors}
-                return tensors | {name: tensors[other] for name, other in written_names.items()}
-        except SafetensorError as error:
-            raise CorruptFileError(str(path), "readable weights", str(error)[:300], next_step) from error
-    state = load_file(path, mmap=True)
-    if not isinstance(state, dict):
-        raise CorruptFileError(str(path), "a state dict", type(state).__name__, next_step)
-    return state
 
 
 class OptimizerFile:
@@ -317,13 +282,6 @@ def _recorded_buffers(path: Path, previous: Manifest | None, file_name: str) -> 
     entry = previous.files.get(file_name) if previous else None
     tensors = entry.report.get("tensors", ()) if entry else ()
     return {tensor["name"] for tensor in tensors if tensor["role"] == "buffer"} if tensors else None
-
-
-def is_lossy(path: Path) -> bool:
-    """Return whether a file was encoded with a loss. Encoding it again would add to its error, or hide the error."""
-    storages = read_structure(path)["storages"] if is_torch_file(path) and is_encoded(path) else ()
-    # A tensor that was rounded first and then stored by a lossless codec has a bound, too.
-    return any("bound" in storage or not CODECS[storage["codec"]].lossless for storage in storages)
 
 
 def _compress_weights(

@@ -32,6 +32,7 @@ class Architecture:
         ropes: The kinds of rotary embedding that llama.cpp has.
         skips_positions: Whether the first position is one more than the padding token's number.
         transposed: Endings of the names of float weights that a file holds transposed.
+        alternating: Whether the rows of gate and up take turns in the experts' merged weight.
         unused: Beginnings of the names of tensors that llama.cpp does not use.
         scaled_by_width: For a model with this number of layers, llama.cpp divides attention scores by the root of
             hidden size / heads. For any other it divides them by the root of the size of a head.
@@ -48,6 +49,7 @@ class Architecture:
     ropes: tuple[str, ...] = ("default", "linear")
     skips_positions: bool = False
     transposed: tuple[str, ...] = ()
+    alternating: bool = False
     unused: tuple[str, ...] = ()
     scaled_by_width: int | None = None
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
@@ -141,7 +143,7 @@ def architecture_of(model: PreTrainedModel) -> Architecture:
     if name not in ARCHITECTURES or getattr(transformers, name, None) is not type(model):
         raise unsupported("model", f"one of {', '.join(ARCHITECTURES)}", name)
     architecture = ARCHITECTURES[name]
-    for setting, values in _fixed(architecture, model.config).items():
+    for setting, values in settings_built_in(architecture, model.config).items():
         value_in_model = getattr(model.config, setting, values[0])
         if value_in_model not in values:
             raise _other_setting(name, setting, " or ".join(repr(value) for value in values), value_in_model)
@@ -160,7 +162,8 @@ def unsupported(where: str, expected: str, found: str, why: str = "") -> Unsuppo
     return UnsupportedError(where, expected, found, f"{why}For other readers there is export_compressed_tensors.")
 
 
-def _fixed(architecture: Architecture, config: PretrainedConfig) -> Mapping[str, tuple[object, ...]]:
+def settings_built_in(architecture: Architecture, config: PretrainedConfig) -> Mapping[str, tuple[object, ...]]:
+    """Return the settings that llama.cpp has built in for a model, each with the values that compute the same."""
     if architecture.scaled_by_width is None:
         return architecture.fixed
     by_width = config.num_hidden_layers == architecture.scaled_by_width

@@ -19,8 +19,9 @@ def export_gguf(
 ) -> None:
     """Write a quantized decoder or sentence encoder as a GGUF file, which llama.cpp reads, and Transformers too.
 
-    int8 becomes Q8_0 and int4 becomes Q4_0, code by code, so a reader gets the weights of `model.dequantize()` before
-    they are rounded to the model's dtype. One weight at a time is converted, so beside the model little is in memory.
+    int8 becomes Q8_0 and int4 becomes Q4_0, code by code, and weights that were imported from a GGUF file get the bytes
+    back that they came from. So a reader gets the weights of `model.dequantize()` before they are rounded to the
+    model's dtype. One weight at a time is converted, so beside the model little is in memory.
 
     Args:
         model_or_directory: A quantized model, or the directory that one was saved to.

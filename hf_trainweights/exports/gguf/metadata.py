@@ -176,7 +176,7 @@ def rope_tensors(config: PretrainedConfig) -> dict[str, Tensor]:
     if kind == "longrope":
         factors = {f"rope_factors_{length}.weight": rope[f"{length}_factor"] for length in ("long", "short")}
         return {name: torch.tensor(values, dtype=torch.float32) for name, values in factors.items()}
-    return {"rope_freqs.weight": _llama3_factors(rope, _size(config))} if kind == "llama3" else {}
+    return {"rope_freqs.weight": llama3_factors(rope, _size(config))} if kind == "llama3" else {}
 
 
 def head_size(config: PretrainedConfig) -> int:
@@ -184,7 +184,8 @@ def head_size(config: PretrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def _llama3_factors(rope: dict[str, Any], size: int) -> Tensor:
+def llama3_factors(rope: dict[str, Any], size: int) -> Tensor:
+    """Return the divisors of the frequencies that Llama 3's scaling gives for heads of `size` turned rows."""
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     exponents = torch.arange(0, size, 2, dtype=torch.float64) / size
     wavelengths = 2 * math.pi * rope["rope_theta"] ** exponents

@@ -1,4 +1,6 @@
-"""Lay out the tensors of a GGUF file: codes and scales in blocks of 32, floats as they are.
+"""Lay out the tensors of a GGUF file: codes and scales in blocks, floats as they are.
+
+Weights that were imported from GGUF get their bytes back, see `blocks`; int8 and int4 become blocks of 32.
 
 | | bytes of a block | codes |
 |---|---|---|
@@ -12,19 +14,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from operator import itemgetter
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import gguf
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.exports.gguf.architectures import Architecture, unsupported
-from hf_trainweights.exports.gguf.metadata import key_value_heads, rope_tensors, skipped_positions
+from hf_trainweights.exports.gguf.blocks import encoder_of
+from hf_trainweights.exports.gguf.metadata import rope_tensors
+from hf_trainweights.exports.gguf.rows import Origin, Take, all_rows, origins_of
 from hf_trainweights.formats.packing import unpack_int4
 from hf_trainweights.models.host.checkpoints import names_not_saved
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
@@ -43,8 +45,6 @@ _ALWAYS_FLOAT32 = (
 _NEVER_IN_BLOCKS = "token_types.weight"
 
 _IN_FLOAT = "Quantize the model again and leave it in float (modules_to_not_convert)."
-
-_Take = Callable[[Tensor], Tensor]
 
 
 class FileTensor(NamedTuple):
@@ -65,97 +65,21 @@ class FileTensor(NamedTuple):
         return math.prod(self.byte_shape)
 
 
-class _Origin(NamedTuple):
-    """The origin of a file's tensor: a tensor of the model, and the way in which it is converted.
-
-    Args:
-        source: The name of the model's tensor.
-        take: Takes full rows from a tensor: the same rows from codes and from scales, so that these stay together.
-        transposed: Whether a float tensor is transposed. A quantized weight is stored by rows anyway.
-        offset: A number that is added to each value of a float tensor.
-    """
-
-    source: str
-    take: _Take
-    transposed: bool = False
-    offset: float = 0.0
-
-
 def lay_out(model: PreTrainedModel, tensors: Mapping[str, Tensor], architecture: Architecture) -> dict[str, FileTensor]:
     """Return a file's tensors, whose bytes are made later; no tensor of the model may be in a kernel's own layout."""
     left_out = names_not_saved(model)
-    origins = _origins([name for name in tensors if name not in left_out], architecture, model.config)
-    file_tensors = {name: _lay_out(name, tensors[origin.source], origin) for name, origin in origins.items()}
-    for name, tensor in rope_tensors(model.config).items():
-        file_tensors[name] = _lay_out(name, tensor, _Origin("rope_parameters", _all_rows))
-    return file_tensors
-
-
-def _origins(names: Iterable[str], architecture: Architecture, config: PretrainedConfig) -> dict[str, _Origin]:
-    """Return the origin of each tensor of a file, by its name there; UnsupportedError: llama.cpp lacks a tensor."""
-    name_map = gguf.get_tensor_name_map(architecture.number, config.num_hidden_layers)
-    origins, unknown = {}, []
-    for source in names:
-        if source.startswith(architecture.unused):
-            continue
-        transposed = source.endswith(architecture.transposed)
-        offset = architecture.norm_offset if source.endswith("norm.weight") else 0.0
-        for name, take in _float_names(source, architecture, config).items():
-            target = name_map.get_name(name, try_suffixes=(".weight", ".bias"))
-            if target is None:
-                unknown.append(source)
-            else:
-                origins[target] = _Origin(source, take, transposed, offset)
+    names = [name for name in tensors if name not in left_out]
+    origins, unknown = origins_of(names, architecture, model.config)
     if unknown:
         where = ", ".join(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in unknown))
         raise unsupported(where, f"tensors that llama.cpp's {architecture.name} has", "others")
-    return origins
+    file_tensors = {name: _lay_out(name, tensors[origin.source], origin) for name, origin in origins.items()}
+    for name, tensor in rope_tensors(model.config).items():
+        file_tensors[name] = _lay_out(name, tensor, Origin("rope_parameters", all_rows))
+    return file_tensors
 
 
-def _float_names(name: str, architecture: Architecture, config: PretrainedConfig) -> dict[str, _Take]:
-    """Return the names in a float checkpoint by which gguf knows a tensor of a model, and the rows of each."""
-    owner, _, parameter = name.rpartition(".")
-    if parameter == "gate_up_proj":
-        return {f"{owner}.gate_proj.weight": partial(_half, 0), f"{owner}.up_proj.weight": partial(_half, 1)}
-    if parameter == "down_proj":
-        return {f"{name}.weight": _all_rows}
-    projection = owner.rpartition(".")[2]
-    if projection == "query_key_value":
-        return {name: partial(_by_kind, key_value_heads(config), config.num_attention_heads)}
-    if projection == "position_embeddings":
-        return {name: itemgetter(slice(skipped_positions(architecture, config), None))}
-    if projection == "shared_expert_gate":
-        return {name: itemgetter(0)}
-    heads = {"q_proj": config.num_attention_heads, "k_proj": key_value_heads(config)}
-    if architecture.interleaved and projection in heads:
-        return {name: partial(_interleave, heads[projection])}
-    return {name: _all_rows}
-
-
-def _all_rows(tensor: Tensor) -> Tensor:
-    """Return all rows of a tensor."""
-    return tensor
-
-
-def _half(number: int, tensor: Tensor) -> Tensor:
-    return tensor.chunk(2, dim=-2)[number]
-
-
-def _interleave(heads: int, tensor: Tensor) -> Tensor:
-    """Reorder rows so that rows that the rotary embedding turns together are neighbours."""
-    return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-
-
-def _by_kind(groups: int, heads: int, tensor: Tensor) -> Tensor:
-    """Reorder the rows of a fused projection: all queries first, then all keys, then all values.
-
-    The projection has groups of some heads of queries, one head of keys and one head of values.
-    """
-    grouped = tensor.unflatten(0, (groups, heads // groups + 2, -1))
-    return torch.cat([rows.flatten(0, 2) for rows in (grouped[:, :-2], grouped[:, -2:-1], grouped[:, -1:])])
-
-
-def _lay_out(name: str, tensor: Tensor, origin: _Origin) -> FileTensor:
+def _lay_out(name: str, tensor: Tensor, origin: Origin) -> FileTensor:
     """Convert a tensor of the model, which is in no kernel's private layout, to a tensor of the file."""
     if isinstance(tensor, QuantizedTensor):
         if name != _NEVER_IN_BLOCKS:
@@ -170,18 +94,22 @@ def _lay_out(name: str, tensor: Tensor, origin: _Origin) -> FileTensor:
     return FileTensor(_FLOAT[dtype], shape, lambda: _rows(tensor, origin).to(dtype).contiguous().view(torch.uint8))
 
 
-def _rows(tensor: Tensor, origin: _Origin) -> Tensor:
+def _rows(tensor: Tensor, origin: Origin) -> Tensor:
     rows = origin.take(tensor.mT if origin.transposed else tensor)
     return rows.float() + origin.offset if origin.offset else rows
 
 
-def _lay_out_quantized(name: str, weight: QuantizedTensor, take: _Take) -> FileTensor:
+def _lay_out_quantized(name: str, weight: QuantizedTensor, take: Take) -> FileTensor:
+    shape = tuple(take(torch.empty(weight.stored_shape, device="meta")).shape)
+    if encoder := encoder_of(weight):
+        imported_kind, encode = encoder
+        by_rows = weight.tensors.keys() - set(weight.format.shared_names)
+        return FileTensor(imported_kind, shape, lambda: encode({key: take(weight.tensors[key]) for key in by_rows}))
     _check(name, weight)
     codes, scale = weight.tensors["qdata"], weight.tensors["scale"]
     count = weight.stored_shape[-1] // BLOCK_SIZE
     kind = _QUANTIZED[weight.format.name]
     blocks = _q8_0 if kind == Kind.Q8_0 else _q4_0
-    shape = tuple(take(torch.empty(weight.stored_shape, device="meta")).shape)
     return FileTensor(kind, shape, lambda: blocks(take(codes), _repeat(take(scale), count)))
 
 

@@ -22,7 +22,22 @@ from hf_trainweights.files.atomic import make_directories, replace_file, save_er
 from hf_trainweights.files.staging import clean_up
 
 # The label of a file by the quantized type that takes most bytes. Readers show it.
-_FILE_TYPES = {Kind.Q8_0: gguf.LlamaFileType.MOSTLY_Q8_0, Kind.Q4_0: gguf.LlamaFileType.MOSTLY_Q4_0}
+_Label = gguf.LlamaFileType
+_FILE_TYPES = {
+    Kind.Q8_0: _Label.MOSTLY_Q8_0,
+    Kind.Q4_0: _Label.MOSTLY_Q4_0,
+    Kind.Q4_1: _Label.MOSTLY_Q4_1,
+    Kind.Q5_0: _Label.MOSTLY_Q5_0,
+    Kind.Q5_1: _Label.MOSTLY_Q5_1,
+    Kind.Q2_K: _Label.MOSTLY_Q2_K,
+    Kind.Q3_K: _Label.MOSTLY_Q3_K_M,
+    Kind.Q4_K: _Label.MOSTLY_Q4_K_M,
+    Kind.Q5_K: _Label.MOSTLY_Q5_K_M,
+    Kind.Q6_K: _Label.MOSTLY_Q6_K,
+    Kind.IQ4_NL: _Label.MOSTLY_IQ4_NL,
+    Kind.IQ4_XS: _Label.MOSTLY_IQ4_XS,
+    Kind.MXFP4: _Label.MOSTLY_MXFP4_MOE,
+}
 
 
 def write_model(

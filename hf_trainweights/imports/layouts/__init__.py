@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hf_trainweights.errors import ConfigError
+from hf_trainweights.imports.layouts.auto_round import auto_round
+from hf_trainweights.imports.layouts.awq import Awq
 from hf_trainweights.imports.layouts.base import WHERE, Layout
+from hf_trainweights.imports.layouts.bitsandbytes import BitsAndBytes
 from hf_trainweights.imports.layouts.compressed_tensors import CompressedTensors
+from hf_trainweights.imports.layouts.float8 import Float8
+from hf_trainweights.imports.layouts.gptq import Gptq
+from hf_trainweights.imports.layouts.hqq import Hqq
+from hf_trainweights.imports.layouts.mlx import Metal, Mlx
+from hf_trainweights.imports.layouts.modelopt import ModelOpt
+from hf_trainweights.imports.layouts.mxfp4 import Mxfp4
 from hf_trainweights.imports.layouts.torchao import TorchAO
-from hf_trainweights.imports.layouts.uniform import Awq, BitsAndBytes, Float8, Gptq
 
-LAYOUTS: dict[str, type[Layout]] = {
+LAYOUTS: dict[str, Callable[[Mapping[str, Any], Mapping[str, str]], Layout]] = {
+    "auto-round": auto_round,
     "awq": Awq,
     "bitsandbytes": BitsAndBytes,
     "compressed-tensors": CompressedTensors,
     "fbgemm_fp8": Float8,
     "fp8": Float8,
     "gptq": Gptq,
+    "hqq": Hqq,
+    "metal": Metal,
+    "mlx": Mlx,
+    "modelopt": ModelOpt,
+    "mxfp4": Mxfp4,
     "torchao": TorchAO,
 }
 

@@ -20,18 +20,17 @@ from hf_trainweights.imports.layouts.base import (
     INTEGERS,
     TENSOR_SHAPES,
     Layout,
-    asymmetric_weight,
     block_shape,
     channel_shapes,
     check_groups,
     check_tensor,
-    float8_weight,
     matrix,
     unsupported,
 )
+from hf_trainweights.imports.layouts.weights import float8_weight, integer_weight, unsigned
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
-_INT4 = ("int2", "int3", "int4")
+_BITS = {"int2": 2, "int3": 3, "int4": 4, "int5": 5, "int6": 6}
 _INTX = "IntxUnpackedToInt8Tensor"
 _CODE_DTYPES = {"Int8Tensor": torch.int8, _INTX: torch.int8, "Float8Tensor": torch.float8_e4m3fn}
 
@@ -62,8 +61,11 @@ class TorchAO(Layout):
         codes, scale, zero = tensors["_weight_qdata"], tensors["_weight_scale"], tensors.get("_weight_zero_point")
         check_tensor(module, tensors, "_weight_zero_point", INTEGERS, tuple(scale.shape), required=has_zeros)
         if is_float:
-            return float8_weight(name, codes, scale, block[0])
-        return asymmetric_weight(name, codes, scale, zero, bits)
+            return float8_weight(name, codes, scale, block)
+        middle = 2 ** (bits - 1)
+        return integer_weight(
+            name, unsigned(name, codes, middle), scale, bits, None if zero is None else zero.to(torch.int32) + middle
+        )
 
     def _described(self, name: str) -> tuple[str, tuple[int, int], int, bool]:
         """Read a weight's tensor subclass, block of one scale, bits, and whether it has zero points."""
@@ -73,7 +75,7 @@ class TorchAO(Layout):
             rows, columns = attributes["block_size"] if kind in _CODE_DTYPES else (1, 1)
             target, stored = attributes.get("target_dtype", {}), described.get("_tensor_data_names", [])
             if min(rows, columns) > 0 and isinstance(kind, str) and isinstance(rows + columns, int):
-                bits = 4 if target.get("_data") in _INT4 else 8
+                bits = _BITS.get(target.get("_data"), 8)
                 return kind, (rows, columns), bits, kind == _INTX or "zero_point" in stored
             fault = "other values"
         except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:

@@ -168,8 +168,8 @@ class Sharding(Enum):
 
     NONE = "files of one rank"
     FULL = "files of one rank, gathered from all (FSDP, FULL_STATE_DICT)"
-    SHARDED = "DCP directories (FSDP, SHARDED_STATE_DICT)"
-    OTHER = "something else (DeepSpeed, FSDP of XLA or with LOCAL_STATE_DICT), or nobody says where (a search)"
+    SHARDED = "files of all ranks (FSDP with SHARDED_STATE_DICT, DeepSpeed)"
+    OTHER = "something else (FSDP of XLA or with LOCAL_STATE_DICT), or nobody says where (a search)"
 
 
 def sharding_of(args: Any) -> Sharding:
@@ -179,7 +179,9 @@ def sharding_of(args: Any) -> Sharding:
     if plugin is None:
         # `accelerate launch` can ask for either without the arguments.
         is_deepspeed = getattr(getattr(state, "distributed_type", None), "name", "") == "DEEPSPEED"
-        return Sharding.OTHER if is_deepspeed or args.deepspeed or args.fsdp else Sharding.NONE
+        if is_deepspeed or args.deepspeed:
+            return Sharding.SHARDED
+        return Sharding.OTHER if args.fsdp else Sharding.NONE
     kinds = {"FULL_STATE_DICT": Sharding.FULL, "SHARDED_STATE_DICT": Sharding.SHARDED}
     shown = str(plugin.state_dict_type)
     return next((kind for name, kind in kinds.items() if name in shown), Sharding.OTHER)

@@ -22,6 +22,7 @@ GOLDEN = Path(__file__).parent / "golden"
 # several chunks. Most rows of the last two are the same or zero, so that their files are small all the same.
 SHAPES = {"vector": [301], "matrix": [24, 40], "conv": [6, 5, 3, 3], "tiles": [600, 256], "chunks": [700, 400]}
 REPEATING = ("tiles", "chunks")
+MEANS = ("update-space", "norm-space", "row-uniform")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.complex64, torch.float8_e4m3fn]
 
 
@@ -43,13 +44,13 @@ def golden_input(codec_id, name, dtype):
     if name in REPEATING:
         rare = (torch.arange(shape[0]) % 50 == 7)[:, None]
         second = second * rare
-        first = first * rare if codec_id == "update-space" else first
+        first = first * rare if codec_id in MEANS else first
     if codec_id in ("log-rank1", "planes-rank1"):
         # Whole powers of two times 1 to 1.499; every 50th is zero.
         tensor = torch.ldexp(1 + first.clamp(min=0) / 1000, (second // 40 - 8).float()).to(dtype)
         tensor[(first % 50) == 0] = 0
         return tensor, {}
-    if codec_id == "update-space":
+    if codec_id in MEANS:
         squares = torch.ldexp(1 + second.clamp(min=0) / 1000, (second // 60 - 6).float()).to(dtype)
         squares[(second % 50) == 0] = 0
         tensor = (torch.ldexp(first.float(), (second // 120 - 11).float())).to(dtype)

@@ -1,12 +1,13 @@
 import pytest
 import torch
+from weights import QUANTIZABLE
 
 from hf_trainweights.checkpoint.codecs.grouped import Grouped
 from hf_trainweights.errors import ConfigError, CorruptFileError, QuantizationError
-from hf_trainweights.formats import FORMATS, get_format
+from hf_trainweights.formats import get_format
 from hf_trainweights.testing.codecs import decode
 
-every_format = pytest.mark.parametrize("name", FORMATS)
+every_format = pytest.mark.parametrize("name", QUANTIZABLE)
 
 
 def weight(*shape):
@@ -70,3 +71,9 @@ def test_a_format_that_does_not_fit_the_shape_is_an_error():
     encoded = Grouped().encode(weight(8, 100))
     with pytest.raises(CorruptFileError, match=r"parameter format: expected one for shape \[8, 100\]"):
         Grouped.decode(encoded.payloads, {"format": {"format": "int4", "group_size": 128}}, [8, 100], torch.float32)
+
+
+@pytest.mark.parametrize("config", [{"format": "table4"}, {"format": "affine", "offset": "bias"}], ids=str)
+def test_formats_of_files_alone_are_refused(config):
+    with pytest.raises(ConfigError, match="a format that this package quantizes to, found"):
+        Grouped(config)

@@ -11,8 +11,9 @@ from hf_trainweights.checkpoint import directory as checkpoint_directory
 from hf_trainweights.checkpoint.directory import collect_garbage, remove_checkpoint
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.job import SaveJob, rewriting
+from hf_trainweights.checkpoint.run.weights import Weights
 from hf_trainweights.checkpoint.whole import rewriting as whole_rewriting
-from hf_trainweights.checkpoint.whole.writer import Weights, save_new_directory
+from hf_trainweights.checkpoint.whole.writer import save_new_directory
 from hf_trainweights.files.disk import claim_directory
 
 

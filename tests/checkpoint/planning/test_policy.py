@@ -10,6 +10,7 @@ from trees import ADAM_SETTINGS, encoded_bytes, trained, write_anchor
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.codecs.exact import PlanesDelta
 from hf_trainweights.checkpoint.codecs.moments import LogRank1, UpdateSpace
+from hf_trainweights.checkpoint.codecs.rows import RowUniform
 from hf_trainweights.checkpoint.encoded.decoder import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import encode_file
 from hf_trainweights.checkpoint.encoded.storage_tasks import with_steps
@@ -166,11 +167,33 @@ def test_adam_moments_are_coded_in_their_own_domains(mode, exp_avg, exp_avg_sq, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("optimizer_name", ["SGD", "Adafactor", "AdamW-amsgrad"])
-def test_other_optimizers_are_exact(mode, optimizer_name):
-    plan = Policy(mode).plan_optimizer(trained(optimizer_name)[1].state_dict())
+def test_states_of_an_optimizer_that_no_rule_names_are_exact(mode):
+    plan = Policy(mode).plan_optimizer(trained("Adafactor")[1].state_dict(), optimizer="elsewhere.Adafactor")
     assert plan
     assert all((each.role, each.candidates) == ("other", ()) for each in plan.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "step"), [("near-lossless", 0.5), ("compact", 1.0)])
+def test_a_momentum_is_rounded_in_parts_of_its_rows(mode, step):
+    state = trained("SGD")[1].state_dict()
+    plan = Policy(mode).plan_optimizer(state)
+    for index, values in state["state"].items():
+        is_large = values["momentum_buffer"].numel() >= SIZE_FLOOR
+        assert plan["state", index, "momentum_buffer"].role == "momentum"
+        assert plan["state", index, "momentum_buffer"].candidates == ((RowUniform(step),) if is_large else ())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "step"), [("near-lossless", 1), ("compact", 2)])
+def test_amsgrad_divides_by_its_maximum(mode, step):
+    state = trained("AdamW-amsgrad")[1].state_dict()
+    plan = Policy(mode).plan_optimizer(state)
+    large = [index for index, values in state["state"].items() if values["exp_avg"].numel() >= SIZE_FLOOR]
+    assert large
+    for index in large:
+        assert plan["state", index, "max_exp_avg_sq"].candidates == (LogRank1(step),)
+        assert plan["state", index, "exp_avg"].exp_avg_sq == ("state", index, "max_exp_avg_sq")
 
 
 @pytest.mark.parametrize(

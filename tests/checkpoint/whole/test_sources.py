@@ -11,13 +11,13 @@ from hf_trainweights.checkpoint.directory import compress_directory, restore_dir
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
 from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.run import weight_files as files_of_weights
+from hf_trainweights.checkpoint.run.weight_files import read_weights, weight_files
 from hf_trainweights.checkpoint.whole import rewriting
 from hf_trainweights.checkpoint.whole.rewriting import (
     Inventory,
     OptimizerFile,
     load_if_possible,
-    read_weights,
-    weight_files,
 )
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
 
@@ -36,9 +36,10 @@ def plain_checkpoint(path):
 def test_each_file_is_loaded_once(tmp_path, monkeypatch):
     path, loaded = plain_checkpoint(tmp_path / "checkpoint-1"), []
     load_file = rewriting.load_file
-    monkeypatch.setattr(
-        rewriting, "load_file", lambda file, **options: loaded.append(Path(file).name) or load_file(file, **options)
-    )
+    for module in (rewriting, files_of_weights):
+        monkeypatch.setattr(
+            module, "load_file", lambda file, **options: loaded.append(Path(file).name) or load_file(file, **options)
+        )
     compress_directory(path)
     assert sorted(loaded) == ["optimizer.pt", "pytorch_model.bin"]
 

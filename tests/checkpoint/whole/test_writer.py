@@ -8,7 +8,8 @@ from hf_trainweights.checkpoint.manifest import read_manifest
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.checkpoints import verify_checkpoint
 from hf_trainweights.checkpoint.run.job import SaveJob
-from hf_trainweights.checkpoint.whole.writer import Weights, save_new_directory
+from hf_trainweights.checkpoint.run.weights import Weights
+from hf_trainweights.checkpoint.whole.writer import save_new_directory
 from hf_trainweights.errors import ConfigError, SaveError, UnstorableError
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from imports.writers import LAYOUTS, METADATA, write_model
+from imports.number_writers import LAYOUTS
+from imports.writers import METADATA, write_model
 from torch import Tensor
 
 from hf_trainweights import import_directory, verify_model
@@ -33,14 +34,19 @@ _KEYS = [
     *("quant_method", "bits", "group_size", "sym", "desc_act", "checkpoint_format", "version", "zero_point", "format"),
     *("config_groups", "num_bits", "strategy", "symmetric", "type", "actorder", "weight_block_size", "load_in_8bit"),
     *("modules_to_not_convert", "ignore", "dynamic", "sparsity_config", "transform_config", "quant_type"),
+    *("mode", "packing_format", "extra_config", "load_in_4bit", "quant_algo", "meta", "data_type"),
 ]
 _VALUES: list[Any] = [
     *(2, 4, 8, 32, -1, 128, "gptq", "gptq_v2", "awq", "gemm", "gemv", "int", "float", "group", "channel", "tensor"),
+    *("mxfp4", "nvfp4", "mlx", "auto_round", "auto_round:auto_awq", "nvfp4-pack-quantized", 3, 5, 64, True, False),
     *("pack-quantized", "int-quantized", "float-quantized", "compressed-tensors", [128, 128], [1, 0], {"a": {"b": 1}}),
 ]
 _MODEL_KEYS = ["num_hidden_layers", "hidden_size", "vocab_size", "architectures", "rope_parameters", "dtype"]
 _MODEL_VALUES: list[Any] = [["LlamaForCausalLM"], ["LlamaModel"], ["BertModel"], {"rope_type": "x"}, "float16", "llama"]
-_WRITTEN = ("gptq", "awq", "ct-int4", "ct-int8", "ct-float8", "fp8")
+_WRITTEN = (
+    *("gptq", "gptq-activation-order", "awq", "ct-int4", "ct-int8", "ct-float8", "ct-nvfp4", "fp8", "fp8-blocks"),
+    *("modelopt-nvfp4", "modelopt-mxfp8", "mlx-6-bits", "hqq-3-bits", "bitsandbytes-nf4-nested", "auto-round"),
+)
 
 
 def _rows(tensor: Tensor, count: int) -> Tensor:
@@ -175,17 +181,21 @@ class ImportedDirectories(Target):
         return ChangedSource(base, tuple(changes), tree)
 
     def run(self, given: ChangedSource) -> Outcome:
-        source, out = write_tree(self.directory / "source", given.tree), self.directory / "made" / "out"
-        write_tree(out.parent, {})
-        try:
-            import_directory(source, out)
-        except TrainWeightsError as error:
-            if left := sorted(path.name for path in out.parent.iterdir()):
-                raise BrokenPromiseError(f"a refused import left {left}") from error
-            raise
-        if not verify_model(out).ok:
-            raise BrokenPromiseError("an import wrote a model that does not verify")
-        return Outcome.ACCEPTED
+        return import_whole_or_not_at_all(write_tree(self.directory / "source", given.tree), self.directory / "made")
+
+
+def import_whole_or_not_at_all(source: Path, directory: Path) -> Outcome:
+    """Import a source into an empty directory; what is written verifies, and a refusal leaves nothing."""
+    out = write_tree(directory, {}) / "out"
+    try:
+        import_directory(source, out)
+    except TrainWeightsError as error:
+        if left := sorted(path.name for path in directory.iterdir()):
+            raise BrokenPromiseError(f"a refused import left {left}") from error
+        raise
+    if not verify_model(out).ok:
+        raise BrokenPromiseError("an import wrote a model that does not verify")
+    return Outcome.ACCEPTED
 
 
 def _change_config(rng: random.Random, saved: dict[str, Content], tree: dict[str, Content]) -> None:

@@ -16,12 +16,14 @@ import torch
 from hf_trainweights.native_library import load_library
 
 _LIBRARY = Path(__file__).parents[1] / "native" / "levels.so"
-_ABI = 2
+_ABI = 3
 _FUNCTIONS = {
     "delta_levels": "laaaaafffillaap",
     "delta_decode": "-aaaaafllaa",
     "update_levels": "laaffillaap",
     "update_decode": "-aaafllaa",
+    "row_levels": "laafillaap",
+    "row_decode": "-aallaa",
     "log_levels": "-aaaaafuillaaaa",
     "log_decode": "-aaaullaa",
     "pack_tiles": "-aallllaaaaa",

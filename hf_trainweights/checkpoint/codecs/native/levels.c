@@ -132,12 +132,12 @@ CLONES void delta_decode(const int16_t *levels, const float *anchor, const int64
 // Return t, the distance of two levels of a first moment, given its second moment v.
 static inline float unit_of(float v, float step) { return sqrtf(v) * step; }
 
-// One piece of `update_levels`.
-static inline Totals update(const float *m, const float *v, float step, float limit, int dtype, int64_t count,
-                            int16_t *restrict levels) {
+// One piece of `update_levels` and of `row_levels`: the distance of two levels is t, or that of each v if there is one.
+static inline Totals update(const float *m, const float *v, float step, float row_t, float limit, int dtype,
+                            int64_t count, int16_t *restrict levels) {
     uint32_t largest = 0, size = 0, exact = 0;
     for (int64_t i = 0; i < count; i++) {
-        float t = unit_of(v[i], step), divisor = t < TINY ? TINY : t;
+        float t = v ? unit_of(v[i], step) : row_t, divisor = t < TINY ? TINY : t;
         int32_t level = level_of(m[i] / divisor);
         float error = fabsf((round_to((float)level * t, dtype) - m[i]) / divisor);
         // If t is below TINY, the error was divided by another number, so only an m of zero may have a level.
@@ -156,7 +156,7 @@ static inline Totals update(const float *m, const float *v, float step, float li
 CLONES int64_t update_levels(const float *m, const float *v, float step, float limit, int dtype, int64_t R, int64_t C,
                              int16_t *levels, double *sizes, float *largest_error) {
     Totals all = {0};
-#define UPDATE(DTYPE) update(m + start, v + start, step, limit, DTYPE, count, levels + start)
+#define UPDATE(DTYPE) update(m + start, v + start, step, 0, limit, DTYPE, count, levels + start)
     FOR_PIECES add(&all, BY_DTYPE(UPDATE), &sizes[row]);
     *largest_error = float_of(all.largest);
     return all.exact;
@@ -168,6 +168,24 @@ CLONES void update_decode(const int16_t *levels, const float *v, const int64_t *
         const float *row_v = v + row_start(v_rows, row, C);
         float *restrict row_out = out + row_start(out_rows, row, C);
         for (int64_t i = 0; i < C; i++) row_out[i] = (float)levels[row * C + i] * unit_of(row_v[i], step);
+    }
+}
+
+// Encode a momentum m for row-uniform, given t of each row. Returns and sets the same as `update_levels`.
+CLONES int64_t row_levels(const float *m, const float *t, float limit, int dtype, int64_t R, int64_t C,
+                          int16_t *levels, double *sizes, float *largest_error) {
+    Totals all = {0};
+#define ROW(DTYPE) update(m + start, NULL, 0, t[row], limit, DTYPE, count, levels + start)
+    FOR_PIECES add(&all, BY_DTYPE(ROW), &sizes[row]);
+    *largest_error = float_of(all.largest);
+    return all.exact;
+}
+
+CLONES void row_decode(const int16_t *levels, const float *t, int64_t R, int64_t C, float *out,
+                       const int64_t *out_rows) {
+    for (int64_t row = 0; row < R; row++) {
+        float *restrict row_out = out + row_start(out_rows, row, C);
+        for (int64_t i = 0; i < C; i++) row_out[i] = (float)levels[row * C + i] * t[row];
     }
 }
 

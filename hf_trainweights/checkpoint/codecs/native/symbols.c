@@ -1,7 +1,7 @@
 // Levels <-> symbols of `width` bits, packed into bytes. levels.py specifies levels, symbols and escapes.
 #include "levels.h"
 
-int abi(void) { return 2; }
+int abi(void) { return 3; }
 
 // Escapes are searched for in runs of so many levels: most runs of this length have none, which is quickly found.
 #define RUN 32

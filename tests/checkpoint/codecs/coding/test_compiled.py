@@ -13,6 +13,7 @@ from hf_trainweights.checkpoint.codecs.coding import compiled
 from hf_trainweights.checkpoint.codecs.coding.levels import EXACT, SAME, LevelWriter, _decode_levels
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.codecs.moments import LogRank1, UpdateSpace
+from hf_trainweights.checkpoint.codecs.rows import RowUniform
 from hf_trainweights.files import byte_planes
 from hf_trainweights.testing.codecs import SHAPES, bits_equal, decode, name_of, own
 
@@ -22,7 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
 ]
 
-LOSSY = [DeltaUniform(2.0**-9), DeltaUniform(2.0**-19), LogRank1(1), LogRank1(2), UpdateSpace(0.25)]
+LOSSY = [DeltaUniform(2.0**-9), DeltaUniform(2.0**-19), LogRank1(1), LogRank1(2), UpdateSpace(0.25), RowUniform(0.5)]
 # More than a compiled tile; rows that are, and are not, coded by class; a row longer than a piece.
 LARGE = [[1100, 1000], [3, 400_001], [40_000, 9], [1, 1_100_003]]
 

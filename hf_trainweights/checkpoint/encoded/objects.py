@@ -1,0 +1,73 @@
+"""The few classes of DeepSpeed whose objects lie in its checkpoints, beside plain values and tensors.
+
+A file names a class, and only the classes of this module are ever made from a file. None of them runs code when it is
+made so: an object of `_RECORDS` gets its attributes, a member of `_ENUMS` is found by its number.
+
+Where DeepSpeed is not installed, a class of the same name and the same attributes stands for each of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+_RECORDS = (
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+)
+_ENUMS = ("deepspeed.runtime.zero.config.ZeroStageEnum",)
+
+
+def object_name(value: object) -> str | None:
+    """Return the name of a value's class if it is one of this module, else None."""
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    return name if name in (*_RECORDS, *_ENUMS) else None
+
+
+def object_state(value: Any) -> dict[str, Any] | int:
+    """Return the attributes of an object of such a class, or the number of a member."""
+    return int(value) if object_name(value) in _ENUMS else dict(vars(value))
+
+
+def build_object(name: object, state: Any) -> Any:
+    """Make the object again; ValueError: the class is none of this module, or the state is not one of its."""
+    if name in _ENUMS and type(state) is int:
+        return _class_of(str(name))(state)
+    if name not in _RECORDS or type(state) is not dict or not all(type(key) is str for key in state):
+        raise ValueError(f"{name} with such a state")
+    cls = _class_of(str(name))
+    made = cls.__new__(cls)
+    made.__dict__.update(state)
+    return made
+
+
+def stand_ins() -> list[Any]:
+    """Return a class that stands for each of this module, and its name, as `torch.serialization.safe_globals` takes it.
+
+    DeepSpeed is not imported for it.
+    """
+    return [(_stand_in(name), name) for name in (*_RECORDS, *_ENUMS)]
+
+
+def are_importable() -> bool:
+    """Return whether DeepSpeed is there, without which its objects cannot be pickled."""
+    return "deepspeed" in sys.modules or find_spec("deepspeed") is not None
+
+
+@functools.cache
+def _class_of(name: str) -> Any:
+    module, _, own_name = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), own_name)
+    except Exception:  # DeepSpeed is not installed, or raises anything where it does not suit the machine
+        return _stand_in(name)
+
+
+@functools.cache
+def _stand_in(name: str) -> type:
+    module, _, own_name = name.rpartition(".")
+    return type(own_name, (int,) if name in _ENUMS else (), {"__module__": module})

@@ -1,0 +1,70 @@
+"""Plain and encoded files of a checkpoint as they lie on the disk: read, made plain again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from hf_trainweights.checkpoint.codecs import CODECS
+from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_report, read_structure
+from hf_trainweights.checkpoint.manifest import reported_rounding
+from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.files import disk
+from hf_trainweights.files.atomic import replace_file
+from hf_trainweights.files.reading import is_torch_file, require_regular_file
+from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
+
+
+def weight_files(path: Path) -> list[Path]:
+    """List the weight files of an adapter or a model: first the file that loaders open first, indices before shards.
+
+    CorruptFileError: an index cannot be read.
+    """
+    present = [name for name in ENTRY_POINTS if (path / name).is_file()]
+    family = [name for name in present if name.startswith("adapter") == present[0].startswith("adapter")]
+    files = [path / name for name in family]
+    for index in [file for file in files if file.name.endswith(".index.json")]:
+        files += [path / shard for shard in shard_names(index) if (path / shard).is_file()]
+    return files
+
+
+def read_weights(path: Path) -> dict[str, Any]:
+    """Return the state dict in a weight file, or in the shards of an index, on the CPU, mapped where it can be."""
+    next_step = "Use another checkpoint, or restore this one from a copy."
+    if path.name.endswith(".index.json"):
+        shards = [read_weights(path.parent / name) for name in shard_names(path)]
+        return {name: tensor for shard in shards for name, tensor in shard.items()}
+    if path.suffix == ".safetensors":
+        require_regular_file(path)
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+                # safetensors writes a shared tensor under one name; its metadata maps the other names to that name.
+                written_names = {name: other for name, other in (file.metadata() or {}).items() if other in tensors}
+                return tensors | {name: tensors[other] for name, other in written_names.items()}
+        except SafetensorError as error:
+            raise CorruptFileError(str(path), "readable weights", str(error)[:300], next_step) from error
+    state = load_file(path, mmap=True)
+    if not isinstance(state, dict):
+        raise CorruptFileError(str(path), "a state dict", type(state).__name__, next_step)
+    return state
+
+
+def is_lossy(path: Path) -> bool:
+    """Return whether a file was encoded with a loss. Encoding it again would add to its error, or hide the error."""
+    storages = read_structure(path)["storages"] if is_torch_file(path) and is_encoded(path) else ()
+    # A tensor that was rounded first and then stored by a lossless codec has a bound, too.
+    return any("bound" in storage or not CODECS[storage["codec"]].lossless for storage in storages)
+
+
+def restore_file(file: Path) -> dict[str, float]:
+    """Replace an encoded file by a plain one, and return the rounding of the encoded one by role."""
+    tree, rounding, status = load_file(file), reported_rounding(read_report(file)), file.stat()
+    with replace_file(file) as plain:
+        torch.save(tree, plain)
+    # A resume uses the newer of two files with an optimizer's state, so the time must stay.
+    disk.file_system.set_times(file, status.st_atime_ns, status.st_mtime_ns)
+    return rounding

@@ -1,0 +1,132 @@
+"""The places of a GGUF file's tensors in a model: which rows of which tensor of the model each one holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from hf_trainweights.errors import CorruptFileError, UnsupportedError
+from hf_trainweights.exports.gguf.architectures import Architecture
+from hf_trainweights.exports.gguf.rows import Origin, origins_of
+from hf_trainweights.imports.gguf.blocks import ALTERNATIVES, FLOATS
+from hf_trainweights.imports.gguf.file import GgufFile, GgufTensor
+from hf_trainweights.imports.layouts.base import AGAIN
+
+# Tensors from which settings are read, and other scales of NVFP4: no parameters of a model.
+_NO_PARAMETERS = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight|.*\.(input_)?scale")
+_LAYER = re.compile(r"blk\.(\d+)\.")
+_SHOWN = 3
+
+
+class Slot(NamedTuple):
+    """A parameter of a model.
+
+    Args:
+        shape: Its stored shape, `[*, N, K]` or that of a bias.
+        columns: The number of columns of a row. Each number of a bias is a row by itself.
+        transposed: Whether the module keeps it as `[*, K, N]`.
+        takes_codes: Whether it can be a quantized weight.
+    """
+
+    shape: tuple[int, ...]
+    columns: int
+    transposed: bool
+    takes_codes: bool
+
+
+class Place(NamedTuple):
+    """A tensor of a file that holds rows of a model's tensor.
+
+    Args:
+        name: The name in the file.
+        tensor: The tensor of the file.
+        rows: For each row of the file the row of the model's tensor, with all leading dimensions flattened.
+        offset: A number that the file has added to each value.
+        factors: The number by which the scales of each row of an NVFP4 weight are multiplied, float32.
+    """
+
+    name: str
+    tensor: GgufTensor
+    rows: Tensor
+    offset: float
+    factors: Tensor
+
+
+def places_of(
+    file: GgufFile, slots: Mapping[str, Slot], architecture: Architecture, config: PretrainedConfig
+) -> dict[str, list[Place]]:
+    """Return the tensors of a file that make up each tensor of a model, by its name in the model.
+
+    CorruptFileError: the file lacks a tensor, or one has another shape. UnsupportedError: the model has no place for a
+    tensor of the file, or it is of a kind that this package cannot hold.
+    """
+    origins, unknown = origins_of(slots, architecture, config)
+    unknown += [name for name in slots if name.startswith(architecture.unused)]
+    _refuse(file, unknown, f"tensors that llama.cpp's {architecture.name} has", "Give the right config.json.")
+    missing = [name for name in origins if name not in file.tensors and not name.endswith(".bias")]
+    if missing:
+        expected = f"all tensors of {architecture.name} with {config.num_hidden_layers} layers"
+        raise CorruptFileError(str(file.path), expected, f"no {', '.join(missing[:_SHOWN])}", AGAIN)
+    beside = [name for name in file.tensors if name not in origins and not _is_left_out(name, file, config)]
+    _refuse(
+        file,
+        beside,
+        f"tensors that {(config.architectures or ['the model'])[0]} has places for",
+        "Give base_model, if the model is of another class.",
+    )
+    # A bias that the file lacks is zero: a class may have more biases than the models that were trained with it.
+    places: dict[str, list[Place]] = {name: [] for name in slots}
+    for name, origin in origins.items():
+        if name in file.tensors:
+            places[origin.source].append(_place(file, name, origin, slots[origin.source]))
+    return places
+
+
+def _is_left_out(name: str, file: GgufFile, config: PretrainedConfig) -> bool:
+    """Return whether a tensor is no parameter: also those of layers that predict further tokens, behind the others."""
+    layer = _LAYER.match(name)
+    is_behind = layer is not None and int(layer[1]) >= config.num_hidden_layers
+    if _NO_PARAMETERS.fullmatch(name) or is_behind:
+        return True
+    # Zeros, such as biases of layers that have none, change nothing.
+    tensor = file.tensors[name]
+    return tensor.kind.name in FLOATS and not bool(tensor.data.any())
+
+
+def _refuse(file: GgufFile, names: Iterable[str], expected: str, next_step: str) -> None:
+    patterns = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
+    if patterns:
+        raise UnsupportedError(str(file.path), expected, ", ".join(patterns[:_SHOWN]), next_step)
+
+
+def _place(file: GgufFile, name: str, origin: Origin, slot: Slot) -> Place:
+    tensor, where = file.tensors[name], f"{file.path}: {name}"
+    shape = tuple(origin.take(torch.empty(slot.shape, device="meta")).shape)
+    if tensor.shape != shape:
+        raise CorruptFileError(where, f"shape {shape}, as the settings have it", f"{tensor.shape}", AGAIN)
+    if tensor.kind.name not in ALTERNATIVES and tensor.kind.name not in FLOATS:
+        supported = ", ".join((*ALTERNATIVES, *FLOATS))
+        next_step = "Take a file of another kind, such as Q4_K_M; or quantize the float model."
+        raise UnsupportedError(where, f"one of {supported}", tensor.kind.name, next_step)
+    numbers = torch.arange(torch.Size(slot.shape).numel() // slot.columns)
+    rows = origin.take(numbers.view(*slot.shape[:-1], slot.shape[-1] // slot.columns)).flatten()
+    return Place(name, tensor, rows, origin.offset, _factors(file, name, slot, len(rows)))
+
+
+def _factors(file: GgufFile, name: str, slot: Slot, count: int) -> Tensor:
+    """Return the number for each of `count` rows: a file may have one for an NVFP4 weight, or one for each expert."""
+    scale_name = f"{name.removesuffix('.weight')}.scale"
+    if scale_name not in file.tensors:
+        return torch.ones(count, dtype=torch.float32)
+    tensor = file.tensors[scale_name]
+    counts = {1, *slot.shape[:-2]}
+    values = tensor.data.flatten().view(torch.float32) if tensor.kind.name == "F32" else torch.empty(0)
+    if len(values) not in counts or not bool(values.isfinite().all()):
+        expected = f"{' or '.join(map(str, sorted(counts)))} finite float32 numbers"
+        raise CorruptFileError(f"{file.path}: {scale_name}", expected, f"{tensor.kind.name} {tensor.shape}", AGAIN)
+    return values.repeat_interleave(count // len(values))

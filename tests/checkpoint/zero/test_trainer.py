@@ -1,0 +1,45 @@
+"""A Trainer with DeepSpeed on two ranks: checkpoints become small in the background, and a stock one resumes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint.trainers import STEPS, assert_equal
+from checkpoint.zero.deepspeed_runs import RANKS, needs_deepspeed, train
+from ranks import run_ranks
+
+from hf_trainweights import TrainWeightsCheckpointCallback, latest
+from hf_trainweights.checkpoint import verify_checkpoint
+from hf_trainweights.checkpoint.run.checkpoints import size_bytes
+from hf_trainweights.distributed import latest_on_all_ranks
+
+pytestmark = [pytest.mark.slow, needs_deepspeed]
+
+
+def train_small(rank: int, out: Path, stage: int, mode: str = "lossless", **options: Any) -> Any:
+    """Train with the callback; return also what every rank says is the newest checkpoint."""
+    trained = train(rank, out, stage, (TrainWeightsCheckpointCallback(mode=mode),), **options)
+    return *trained, latest_on_all_ranks(out), latest(out)
+
+
+def resume(rank: int, out: Path, stage: int, step: int) -> Any:
+    """Resume with a Trainer that has no callback."""
+    return train(rank, out, stage, (), str(out / f"checkpoint-{step}"))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_checkpoints_become_small_and_an_unmodified_trainer_resumes_from_them(tmp_path: Path, stage: int) -> None:
+    plain = run_ranks(RANKS, train, tmp_path / "plain", stage, timeout_seconds=400)
+    small = run_ranks(RANKS, train_small, tmp_path / "small", stage, timeout_seconds=400)
+    newest = str(tmp_path / "small" / f"checkpoint-{STEPS}")
+    assert [(agreed, own) for *_, agreed, own in small] == [(newest, newest)] * RANKS
+    assert_equal(small[0][1], plain[0][1])
+    for step in range(2, STEPS + 1, 2):
+        checkpoint = tmp_path / "small" / f"checkpoint-{step}"
+        assert verify_checkpoint(checkpoint).ok
+        assert size_bytes(checkpoint) < 0.9 * size_bytes(tmp_path / "plain" / checkpoint.name)
+    resumed = run_ranks(RANKS, resume, tmp_path / "small", stage, 4, timeout_seconds=400)
+    assert_equal(resumed[0][1], plain[0][1])
+    assert all(resumed[0][0][step] == plain[0][0][step] for step in range(5, STEPS + 1))

@@ -1,0 +1,271 @@
+"""Whole models of other quantizers: they compute as the peer's dequantized model, train adapters, and save again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES
+from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
+from imports.number_writers import bitsandbytes, float4, floats, hqq, mlx, modelopt, random
+from imports.test_directory import assert_stands_for, load
+from imports.writers import Layout, Tensors, awq, by_activations, float8, gptq, words_along, write_model
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_trainweights import QuantizedTensor, import_directory
+from hf_trainweights.errors import UnsupportedError
+from hf_trainweights.imports.layouts import layout_of
+
+IDS = torch.arange(1, 15).view(2, 7)
+
+
+def logits(model: PreTrainedModel) -> Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def quantized_weights(model: PreTrainedModel) -> dict[str, QuantizedTensor]:
+    return {name: each for name, each in model.named_parameters() if isinstance(each, QuantizedTensor)}
+
+
+def change(directory: Path, tensors: Callable[[Tensors], Tensors], config: dict[str, Any]) -> None:
+    """Replace the tensors of a model, and keys of its config.json."""
+    changed = tensors(load_file(directory / "model.safetensors"))
+    changed = {name: tensor.contiguous() for name, tensor in changed.items()}
+    save_file(changed, directory / "model.safetensors", {"format": "pt"})
+    file = directory / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **config}))
+
+
+def assert_computes_as(out: Path, theirs: PreTrainedModel) -> None:
+    """Check that a model has the weights and, dequantized, the very logits of a float model, and saves to the same."""
+    ours = load(out).eval()
+    quantized = logits(ours)
+    torch.testing.assert_close(quantized.float(), logits(theirs).float(), rtol=0.05, atol=0.05)
+    ours.save_pretrained(out.with_name("again"))
+    again = load(out.with_name("again")).eval()
+    assert torch.equal(logits(again), quantized)
+    ours.dequantize()
+    assert torch.equal(logits(ours), logits(theirs))
+
+
+@pytest.mark.slow
+def test_gpt_oss_computes_as_the_model_that_transformers_dequantizes(tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    model = ARCHITECTURES["gpt_oss"].build(torch.bfloat16)
+    model.save_pretrained(source)
+
+    def pack(tensors: Tensors) -> Tensors:
+        packed = {}
+        for name, tensor in tensors.items():
+            if not name.endswith(("gate_up_proj", "down_proj")):
+                packed[name] = tensor
+                continue
+            E, K, N = tensor.shape
+            packed[f"{name}_blocks"] = random(E, N, K // 32, 16, bits=8)
+            packed[f"{name}_scales"] = random(E, N, K // 32, bits=3) + 117
+        return packed
+
+    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    change(source, pack, {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": skipped}})
+    import_directory(source, out)
+    weights = quantized_weights(load(out))
+    assert {(str(weight.format), weight.transposed) for weight in weights.values()} == {("table4 g32 e8m0", True)}
+    assert_computes_as(out, AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval())
+
+
+@pytest.mark.slow
+def test_blocks_of_float8_compute_as_the_model_that_transformers_dequantizes(tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    write_model(source, float8("fp8", "weight_scale_inv", "block", 32))
+    import_directory(source, out)
+    assert_computes_as(out, AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval())
+
+
+LAYOUTS = {
+    "awq": awq(symmetric=False),
+    "gptq-activation-order": gptq(order=by_activations, symmetric=False),
+    "nf4": bitsandbytes(nested=True),
+    "nvfp4": float4("NVFP4A16", NVFP4PackedCompressor),
+    "mlx": mlx(6),
+    "hqq": hqq(),
+    "mxfp8": modelopt("mxfp8"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_an_adapter_trains_on_an_imported_model(name: str, tmp_path: Path) -> None:
+    write_model(tmp_path / "source", LAYOUTS[name], dtype=torch.bfloat16)
+    import_directory(tmp_path / "source", tmp_path / "out")
+    model = load(tmp_path / "out")
+    before = {name: weight.dequantize() for name, weight in quantized_weights(model).items()}
+    tuned = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    trained = [parameter for parameter in tuned.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.02)
+    losses = []
+    for _ in range(6):
+        loss = tuned(IDS, labels=IDS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    after = quantized_weights(model).values()
+    assert all(torch.equal(weight.dequantize(), own) for own, weight in zip(before.values(), after, strict=True))
+
+
+EXPERTS = {
+    "nf4": bitsandbytes(nested=True),
+    "nvfp4": float4("NVFP4A16", NVFP4PackedCompressor),
+    "awq": awq(symmetric=False),
+    "gptq-activation-order": gptq(order=by_activations),
+    "hqq": hqq(),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_of_every_kind_are_merged(name: str, architecture: str, tmp_path: Path) -> None:
+    expected = write_model(tmp_path / "source", EXPERTS[name], architecture, torch.float16)
+    import_directory(tmp_path / "source", tmp_path / "out")
+    assert any(weight.dim() == 3 for weight in quantized_weights(load(tmp_path / "out")).values())
+    assert_stands_for(tmp_path / "out", expected)
+
+
+@pytest.mark.slow
+def test_matrices_of_an_expert_may_have_other_global_scales(tmp_path: Path) -> None:
+    layout, scales = modelopt("nvfp4"), iter(range(1, 1000))
+
+    def write(weight: Tensor) -> tuple[Tensors, Tensor]:
+        tensors, dense = layout.write(weight)
+        power = 2.0 ** -(next(scales) % 4)
+        return {**tensors, "weight_scale_2": tensors["weight_scale_2"] * power}, dense * power
+
+    expected = write_model(tmp_path / "source", Layout(layout.config, write), "qwen3_moe", torch.float32)
+    import_directory(tmp_path / "source", tmp_path / "out")
+    assert_stands_for(tmp_path / "out", expected)
+
+
+def stacked(tensors: Tensors, block: str, matrices: dict[str, str]) -> Tensors:
+    """Return the tensors with the experts of a block stacked, as MLX has them."""
+    left: Tensors = {}
+    stacks: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors.items():
+        head, marker, tail = name.partition(f"{block}.experts.")
+        if not marker:
+            left[name] = tensor
+            continue
+        expert, matrix, leaf = tail.split(".")
+        stack = f"{head}{block}.switch_mlp.{matrices.get(matrix, matrix)}.{leaf}"
+        stacks.setdefault(stack, {})[int(expert)] = tensor
+    return left | {name: torch.stack([stack[expert] for expert in sorted(stack)]) for name, stack in stacks.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "block", "matrices"),
+    [
+        ("qwen3_moe", "mlp", {}),
+        ("mixtral", "block_sparse_moe", {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}),
+    ],
+)
+def test_experts_that_mlx_stacks_are_read(
+    architecture: str, block: str, matrices: dict[str, str], tmp_path: Path
+) -> None:
+    expected = write_model(tmp_path / "source", mlx(5, 64), architecture, torch.bfloat16)
+    described = {"group_size": 64, "bits": 4, "model.layers.0.mlp.gate": False}
+    own = json.loads((tmp_path / "source" / "config.json").read_text())["num_hidden_layers"]
+    modules = {name.removesuffix(".weight") for name in expected}
+    for module in modules:
+        described[module] = {"group_size": 64, "bits": 5}
+    for layer in range(own):
+        for matrix in ("gate_proj", "up_proj", "down_proj"):
+            described[f"model.layers.{layer}.{block}.switch_mlp.{matrix}"] = {"group_size": 64, "bits": 5}
+    config = {"quantization": described, "quantization_config": described}
+    change(tmp_path / "source", lambda tensors: stacked(tensors, block, matrices), config)
+    import_directory(tmp_path / "source", tmp_path / "out")
+    assert any(weight.dim() == 3 for weight in quantized_weights(load(tmp_path / "out")).values())
+    assert_stands_for(tmp_path / "out", expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["llama", "llama_tied"])
+def test_embeddings_that_mlx_quantizes_stay_quantized(architecture: str, tmp_path: Path) -> None:
+    layout = mlx(4, 64)
+    expected = write_model(tmp_path / "source", layout, architecture, torch.bfloat16)
+
+    def pack(tensors: Tensors) -> Tensors:
+        packed = dict(tensors)
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            if name in packed:
+                parts, expected[name] = layout.write(packed.pop(name))
+                packed |= {f"{name.removesuffix('weight')}{leaf}": part for leaf, part in parts.items()}
+        return packed
+
+    change(tmp_path / "source", pack, {"quantization_config": None, "quantization": {"group_size": 64, "bits": 4}})
+    import_directory(tmp_path / "source", tmp_path / "out")
+    assert "model.embed_tokens.weight" in quantized_weights(load(tmp_path / "out"))
+    assert_stands_for(tmp_path / "out", expected)
+
+
+def test_models_whose_norms_mlx_changes_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"model_type: expected a model whose float weights .* qwen3_next"):
+        layout_of({**mlx().config, "model_type": "qwen3_next"}, {})
+
+
+@pytest.mark.slow
+def test_weights_of_gptq_may_have_other_bits_and_groups(tmp_path: Path) -> None:
+    eight, four = gptq(bits=8, group_size=64, symmetric=False), gptq()
+
+    def write(weight: Tensor) -> tuple[Tensors, Tensor]:
+        return (eight if weight.shape[1] == 128 else four).write(weight)
+
+    config = {**four.config, "dynamic": {r".*\.down_proj": {"bits": 8, "group_size": 64}, "-:lm_head": {}}}
+    expected = write_model(tmp_path / "source", Layout(config, write), dtype=torch.float16)
+    import_directory(tmp_path / "source", tmp_path / "out")
+    assert str(load(tmp_path / "out").model.layers[0].mlp.down_proj.weight.format) == "affine8 g64"
+    assert_stands_for(tmp_path / "out", expected)
+
+
+def read_gptq(config: dict[str, Any], tensors: Tensors) -> QuantizedTensor:
+    weight = layout_of(config, {}).read("m", {leaf: tensor.contiguous() for leaf, tensor in tensors.items()})
+    assert weight is not None
+    return weight
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_the_largest_zero_point_of_version_1_is_one_more_than_a_code(bits: int) -> None:
+    layout = gptq(bits)
+    tensors, _ = layout.write(floats(32, 64, size=1))
+    tensors["qzeros"] = torch.full_like(tensors["qzeros"], -1)
+    codes, scale = random(32, 64, bits=bits), tensors["scales"].t().double().repeat_interleave(32, 1)
+    weight = read_gptq(layout.config, {**tensors, "qweight": words_along(codes.t(), bits, 0)})
+    assert torch.equal(weight.dequantize(torch.float64), (codes.double() - 2**bits) * scale)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_zero_points_of_0_are_read_as_gptqmodel_writes_them(bits: int) -> None:
+    layout = gptq(bits)
+    tensors, _ = layout.write(floats(32, 64, size=1))
+    codes, zero = random(32, 64, bits=bits), random(2, 32, bits=bits)
+    zero[0, 5] = 0
+    words = words_along(zero, bits, 1)
+    # GPTQModel subtracts 1 from each zero point, of 3 bits by itself, else by one subtraction from the word.
+    ones = words_along(torch.ones_like(zero), bits, 1)
+    tensors["qzeros"] = words_along((zero.int() - 1) % 8, 3, 1) if bits == 3 else words - ones
+    config = {**layout.config, "meta": {"quantizer": ["gptqmodel:7.7.0"]}}
+    weight = read_gptq(config, {**tensors, "qweight": words_along(codes.t(), bits, 0)})
+    scale = tensors["scales"].t().double().repeat_interleave(32, 1)
+    wanted = (codes.double() - zero.t().double().repeat_interleave(32, 1)) * scale
+    assert torch.equal(weight.dequantize(torch.float64), wanted)
