@@ -220,7 +220,7 @@ def find(form: Format, N: int, K: int, dtype: torch.dtype, scale_dtype: torch.dt
         return None
     if scale_dtype not in DTYPES and getattr(form, "scales", "plain") == "plain":
         return None
-    if not 0 < K <= _MOST_COLUMNS or N == 0:
+    if not 0 < K <= _MOST_COLUMNS or N == 0 or (numbers and K % form.column_step):
         return None
     digits = 1 if getattr(form, "activations", None) else 3 if dtype == torch.float32 else 2
     described = *_codes(form), *numbers

@@ -137,6 +137,11 @@ def test_nothing_around_the_tensors_is_read(form: Format, M: int, at_end: bool) 
         assert (result - expected).norm() <= 1e-2 * expected.norm()
 
 
+@pytest.mark.parametrize("form", [Affine(4, 64), Affine(6, 16, "k6", "none"), Table4(96)], ids=str)
+def test_columns_that_are_no_full_groups_have_no_product(form: Format) -> None:
+    assert compiled.find(form, 8, 1000, torch.float32, torch.float16) is None
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("library")
 def test_phases_of_damaged_files_lead_to_no_outer_scale_behind_the_last() -> None:
