@@ -56,8 +56,8 @@ _CODEBOOK_ROWS = 64
 _WIDENED_ROWS = 16
 # Float8 and uint without panels.
 _FLOAT8_ROWS, _UINT_ROWS = 8, 16
-# Formats of other programs without panels, whose rows are written as floats or multiplied by up to four tokens.
-_IMPORTED_ROWS = 8
+# Formats of other programs without panels, multiplied with four tokens at a time.
+_IMPORTED_ROWS = 16
 # The libraries whose panels of float32 read every format.
 _LIBRARIES_OF_ANY_FORMAT = ("avx2", "avx_vnni")
 # Query rows of a head of keys, from all query heads that share it. The tiles of AMX also serve PyTorch's attention;

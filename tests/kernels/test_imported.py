@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from fences import product
 from helpers import assert_close_products
 from torch import Tensor
 from weights import random_weight, same_bytes, stored_tensors
@@ -116,6 +117,24 @@ def test_a_token_that_is_not_finite_makes_its_results_alone_nan(form: Format) ->
     assert result is not None
     assert result.isnan().any(dim=1).tolist() == [False, True, False]
     assert result[1].isnan().all()
+
+
+@pytest.mark.slow
+@pytest.mark.covering(2)
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("at_end", [True, False], ids=["ends", "begins"])
+@pytest.mark.parametrize("M", [1, 6])
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_nothing_around_the_tensors_is_read(form: Format, M: int, at_end: bool) -> None:
+    N, K = 5, columns_of(form, 1)
+    tensors, library = stored_tensors(form, (N, K), torch.float16), compiled.loaded_library()
+    assert library is not None
+    exact = form.dequantize(tensors, (N, K), torch.float64)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = random_weight(M, K, dtype=dtype)
+        result = product(library, form, tensors, x, at_end=at_end).double()
+        expected = x.double() @ exact.t()
+        assert (result - expected).norm() <= 1e-2 * expected.norm()
 
 
 @pytest.mark.slow

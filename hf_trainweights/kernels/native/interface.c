@@ -24,9 +24,9 @@ static void set_others(Product *p, const void *const others[OTHERS]) {
 }
 
 // Tables decide which way serves, so there is memory for either.
-static int64_t imported_or_few_bytes(Product *p, int threads) {
-    int64_t bytes = imported_bytes(p, threads), few = prepare_few_imported(p) ? few_rows_bytes(p) : 0;
-    return few > bytes ? few : bytes;
+static int64_t imported_or_fours_bytes(Product *p, int threads) {
+    int64_t bytes = imported_bytes(p, threads), fours = prepare_bytes(p) ? bytes_in_fours(p) : 0;
+    return fours > bytes ? fours : bytes;
 }
 
 // Return the bytes of scratch memory that a product of M rows needs. It may begin at any address.
@@ -34,7 +34,7 @@ int64_t product_bytes(const Weight *weight, int64_t M, int threads) {
     Product product = {.weight = *weight, .M = M};
     int64_t bytes = takes_panels(&product)     ? panels_bytes(&product, threads)
                     : takes_float8(&product)   ? float8_bytes(&product)
-                    : weight->family           ? imported_or_few_bytes(&product, threads)
+                    : weight->family           ? imported_or_fours_bytes(&product, threads)
                     : takes_few_uint(&product) ? few_uint_bytes(&product)
                     : weight->code_units       ? uint_bytes(&product, threads)
                                                : integers_bytes(&product, threads);
@@ -50,7 +50,7 @@ void product(const Weight *weight, const void *x, const uint8_t *qdata, const vo
     memory += -(intptr_t)memory & (ALIGNMENT - 1);
     if (takes_panels(&product)) multiply_panels(&product, threads, memory);
     else if (takes_float8(&product)) multiply_float8(&product, threads, memory);
-    else if (weight->family && prepare_few_imported(&product)) multiply_few_rows(&product, threads, memory);
+    else if (weight->family && prepare_bytes(&product)) multiply_in_fours(&product, threads, memory);
     else if (weight->family) multiply_imported(&product, threads, memory);
     else if (takes_few_uint(&product)) multiply_few_uint(&product, threads, memory);
     else if (weight->code_units) multiply_uint(&product, threads, memory);

@@ -117,16 +117,17 @@ void dequantize_imported_row(const Product *p, int64_t n, int64_t at, int8_t *me
 int64_t imported_bytes(const Product *p, int threads);
 void multiply_imported(const Product *p, int threads, int8_t *memory);
 
-// Products of one to four tokens with them as bytes, where bytes/ is compiled.
+// Products of few tokens with them as bytes, where bytes/ is compiled.
 #if defined(__AVXVNNI__) || defined(__AVX512VNNI__) || defined(__ARM_NEON)
 // Return whether bytes/ multiplies, and if so, describe the groups as it takes them.
-int prepare_few_imported(Product *p);
-int64_t few_rows_bytes(const Product *p);
-void multiply_few_rows(const Product *p, int threads, int8_t *memory);
+int prepare_bytes(Product *p);
+int64_t bytes_in_fours(const Product *p);
+// Multiply any number of tokens, four at a time.
+void multiply_in_fours(const Product *p, int threads, int8_t *memory);
 #else
-static inline int prepare_few_imported(Product *p) { return (void)p, 0; }
-static inline int64_t few_rows_bytes(const Product *p) { return (void)p, 0; }
-static inline void multiply_few_rows(const Product *p, int threads, int8_t *memory) {
+static inline int prepare_bytes(Product *p) { return (void)p, 0; }
+static inline int64_t bytes_in_fours(const Product *p) { return (void)p, 0; }
+static inline void multiply_in_fours(const Product *p, int threads, int8_t *memory) {
     (void)p, (void)threads, (void)memory;
 }
 #endif

@@ -62,10 +62,10 @@ static inline int has_group_sums(int kind, int digits) {
 }
 
 // Groups of columns of the largest power of two that divides a group, up to a step, lie within a step.
-int prepare_few_imported(Product *p) {
+int prepare_bytes(Product *p) {
     Weight *w = &p->weight;
     int64_t size = w->group_size ? w->group_size : w->K, divisor = size & -size;
-    if (w->family == FLOAT8_GROUPS || p->M > FEW_ROWS || divisor < 8) return 0;
+    if (w->family == FLOAT8_GROUPS || divisor < 8) return 0;
     // NEON multiplies signed bytes alone.
     if (w->bits == 8 && !BYTE_OFFSET) return 0;
     p->table_digits = p->table ? table_of(p->table).digits : 1;
@@ -324,7 +324,9 @@ static void write_groups_of_row(const Product *p, int64_t n, float *to) {
     int64_t length = scale_length(p), G = coded_groups(p);
     Groups groups = {.scale = to, .offset = to + length, .zero = to + 2 * length};
     write_groups(p, n, groups);
-    for (int64_t g = 0; has_zeros(&p->weight) && g < G; g++) groups.offset[g] = -groups.zero[g] * groups.scale[g];
+    if (has_zeros(&p->weight))
+        for (int64_t g = 0; g < G; g += LANES)
+            *(Floats *)(groups.offset + g) = -*(Floats *)(groups.zero + g) * *(Floats *)(groups.scale + g);
     repeat(groups.scale, G, p->repeats, length);
     if (p->weight.family == AFFINE) repeat(groups.offset, G, p->repeats, length);
 }
@@ -440,4 +442,26 @@ void multiply_few_rows(const Product *p, int threads, int8_t *memory) {
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int64_t n = 0; n < p->weight.N; n += LANES)
         multiply_block(p, &tokens, single, paired, n, least(LANES, p->weight.N - n));
+}
+
+// Return the product of up to four tokens from `token` on.
+static Product four_of(const Product *p, int64_t token) {
+    const Weight *w = &p->weight;
+    Product four = *p;
+    four.M = least(FEW_ROWS, p->M - token);
+    four.x = (const char *)p->x + token * w->K * itemsize(w->dtype);
+    four.out = (char *)p->out + token * w->N * itemsize(w->dtype);
+    return four;
+}
+
+int64_t bytes_in_fours(const Product *p) {
+    Product four = four_of(p, 0);
+    return few_rows_bytes(&four);
+}
+
+void multiply_in_fours(const Product *p, int threads, int8_t *memory) {
+    for (int64_t token = 0; token < p->M; token += FEW_ROWS) {
+        Product four = four_of(p, token);
+        multiply_few_rows(&four, threads, memory);
+    }
 }

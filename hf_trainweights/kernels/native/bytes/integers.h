@@ -35,5 +35,7 @@ static inline Integers load_codes(const uint8_t *row, int kind, int64_t k, int64
     return kind == INDEXES ? values_of(nibbles) : nibbles;
 }
 
+int64_t few_rows_bytes(const Product *p);
 int64_t many_rows_bytes(const Product *p, int threads);
+void multiply_few_rows(const Product *p, int threads, int8_t *memory);
 void multiply_many_rows(const Product *p, int threads, int8_t *memory);
