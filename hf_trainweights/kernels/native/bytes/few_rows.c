@@ -70,6 +70,8 @@ int prepare_bytes(Product *p) {
     if (w->bits == 8 && !BYTE_OFFSET) return 0;
     p->table_digits = p->table ? table_of(p->table).digits : 1;
     if (p->table_digits == 0 || (p->table_digits == 2 && w->digits == 3)) return 0;
+    // Zero points and offsets are subtracted from a sum that is many times as large, which costs float32 too many bits.
+    if (w->family == AFFINE && w->digits == 3) return 0;
     w->group_size = least(divisor, COLUMNS_OF(kind_of(p)));
     p->repeats = size / w->group_size;
     return 1;
