@@ -388,16 +388,15 @@ typedef int64_t (*MultiplyRows)(const Product *, const Tokens *, int64_t, int64_
 #define FOR_SINGLE(DO, DIGITS, KIND)                                                                            \
     DO(1, 1, DIGITS, KIND, WITHIN) DO(1, 2, DIGITS, KIND, WITHIN) DO(1, 3, DIGITS, KIND, WITHIN)                \
     DO(1, 4, DIGITS, KIND, WITHIN)
-#define FOR_PLANES(DO, KIND) FOR_SINGLE(DO, 2, KIND) FOR_SINGLE(DO, 3, KIND)
 #define FOR_ALL(DO)                                                                                             \
     FOR_DIGITS(DO, NIBBLES, WITHIN) FOR_DIGITS(DO, NIBBLES, ONE) FOR_LONG_GROUPS(DO)                            \
     FOR_DIGITS(DO, INDEXES, WITHIN) FOR_INDEXES_OF_ONE(DO)                                                      \
     FOR_DIGITS(DO, BYTE_CODES, WITHIN) FOR_DIGITS(DO, BYTE_CODES, TWO) FOR_DIGITS(DO, BYTE_CODES, SEVERAL)      \
     FOR_DIGITS(DO, BYTE_CODES, WHOLE_ROW) FOR_TOKENS(DO, 1, BYTE_CODES, WITHIN)                                 \
     FOR_TOKENS(DO, 1, BYTE_CODES, SEVERAL) FOR_TOKENS(DO, 1, BYTE_CODES, WHOLE_ROW)                             \
-    FOR_DIGITS(DO, CODES4, WITHIN) FOR_DIGITS(DO, TABLE, WITHIN) FOR_TOKENS(DO, 2, WIDE_TABLE, WITHIN)          \
-    FOR_PLANES(DO, CODES2) FOR_PLANES(DO, CODES3) FOR_PLANES(DO, CODES5) FOR_PLANES(DO, CODES6)                 \
-    FOR_PLANES(DO, CODES8)
+    FOR_TOKENS(DO, 2, CODES4, WITHIN) FOR_DIGITS(DO, TABLE, WITHIN) FOR_TOKENS(DO, 2, WIDE_TABLE, WITHIN)       \
+    FOR_SINGLE(DO, 2, CODES2) FOR_SINGLE(DO, 2, CODES3) FOR_SINGLE(DO, 2, CODES5) FOR_SINGLE(DO, 2, CODES6)     \
+    FOR_SINGLE(DO, 2, CODES8)
 // Groups of nibbles have 32, 64 or 128 columns, and those of codebook4 have 32.
 #if BYTES == 64
 #define FOR_LONG_GROUPS(DO)
