@@ -47,7 +47,7 @@ class Library(NamedTuple):  # hatchling loads this file in a way in which `datac
     flags: list[str]
 
 
-_OF_ALL = ("interface.c", "attention.c", "dequantize.c", "float8.c", "words/uint*.c")
+_OF_ALL = ("interface.c", "attention.c", "dequantize.c", "float8.c", "imported.c", "words/uint*.c")
 _PANELS = ("tiles/numbers.c", "tiles/panel.c", "tiles/products.c", "tiles/ways.c")
 _OF_ANY_CPU = (
     Library(_PRODUCTS / "op.so", ("op.c",), []),

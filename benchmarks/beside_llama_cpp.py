@@ -23,24 +23,24 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
 from benchmarks.llama_cpp_runs import LlamaCpp, instructions
 from benchmarks.machine import commit, cpu_flags, cpu_name, versions
-from hf_trainweights import TrainWeightsConfig, export_gguf, quantize_
+from benchmarks.speed.models import quantized_llama
+from hf_trainweights import export_gguf
 from tests.tiny_tokenizers import byte_level
 
 RESULTS = Path(__file__).parent / "results" / "beside_llama_cpp.json"
 
-# Hidden size, intermediate size, layers, heads, heads of keys and values.
-MODELS: dict[str, tuple[int, int, int, int, int]] = {
-    "135M": (576, 1536, 30, 9, 3),
-    "0.5B": (896, 4864, 24, 14, 2),
-    "1.2B": (2048, 8192, 16, 32, 8),
-    "3.2B": (3072, 8192, 28, 24, 8),
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+MODELS: dict[str, dict[str, int]] = {
+    "135M": dict(zip(_SIZES, (576, 1536, 30, 9, 3), strict=True)),
+    "0.5B": dict(zip(_SIZES, (896, 4864, 24, 14, 2), strict=True)),
+    "1.2B": dict(zip(_SIZES, (2048, 8192, 16, 32, 8), strict=True)),
+    "3.2B": dict(zip(_SIZES, (3072, 8192, 28, 24, 8), strict=True)),
 }
 FORMATS = ("int4", "int8")
-VOCABULARY = 32000
 PROMPT_TOKENS = 256
 NEW_TOKENS = 32
 BATCH = 4
@@ -76,7 +76,7 @@ class Ours:
     """A quantized model in Transformers: eager, with the cache that `generate` takes."""
 
     def __init__(self, model: LlamaForCausalLM):
-        self.model, self.tokens = model, torch.randint(VOCABULARY, (1, PROMPT_TOKENS))
+        self.model, self.tokens = model, torch.randint(model.config.vocab_size, (1, PROMPT_TOKENS))
 
     @torch.inference_mode()
     def run(self, clock: Clock) -> dict[str, float]:
@@ -117,34 +117,11 @@ class Compiled(Ours):
         return {"token": (clock() - start) / NEW_TOKENS}
 
 
-def quantized(name: str, form: str) -> LlamaForCausalLM:
-    """Make a model of random weights in bfloat16 and quantize it, embeddings too."""
-    hidden, intermediate, layers, heads, kv_heads = MODELS[name]
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=VOCABULARY,
-        tie_word_embeddings=False,
-    )
-    try:
-        model = LlamaForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    # Q8_0 and Q4_0 have scales of 16 bits in float16.
-    quantize_(model.half(), TrainWeightsConfig(form, group_size=32, include_embeddings=True))
-    return model.bfloat16()
-
-
 def measure(name: str, form: str, threads: int, with_compiled: bool) -> Iterator[dict[str, Any]]:
     """Yield a row for each program and phase: seconds, and llama.cpp's best seconds over this program's."""
     torch.set_num_threads(threads)
     clock = time.process_time if threads == 1 else time.perf_counter
-    model = quantized(name, form)
+    model = quantized_llama(MODELS[name], form)
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "model.gguf"
         export_gguf(model, file, byte_level())

@@ -33,7 +33,8 @@ from transformers import AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausa
 
 from benchmarks.machine import commit, cpu_flags, cpu_name, versions
 from benchmarks.minilm import MODEL, minilm
-from hf_trainweights import KVCache, TrainWeightsConfig, export_gguf, quantize_
+from benchmarks.speed.models import quantized_llama
+from hf_trainweights import KVCache, export_gguf
 from hf_trainweights.cache.stores import IntegerStore
 from hf_trainweights.kernels.attention import attend
 
@@ -84,20 +85,6 @@ LLAMA_CPP = {"llama.cpp f16": ("F16", 0), "llama.cpp f16, flash": ("F16", 1), "l
 MOST_TOKENS_OF_LLAMA_CPP = 8192
 
 
-def llama(name: str) -> LlamaForCausalLM:
-    """Make a model of random weights in bfloat16, quantized to int4 in groups of 32."""
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    config = LlamaConfig(**MODELS[name], vocab_size=32000, max_position_embeddings=65536, tie_word_embeddings=False)
-    try:
-        model = LlamaForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    # Scales in float16 are those of llama.cpp's Q4_0.
-    quantize_(model.half(), TrainWeightsConfig("int4", group_size=32, include_embeddings=True))
-    return model.bfloat16()
-
-
 def fill(cache: Any, config: LlamaConfig, tokens: int) -> None:
     """Store random keys and values of so many tokens in every layer."""
     generator = torch.Generator().manual_seed(1)
@@ -122,7 +109,7 @@ def speed(failures: dict[str, str]) -> Iterator[dict[str, Any]]:
     """Yield a row for each model, context and cache: milliseconds a token, and the ratio within a round."""
     torch.set_num_threads(1)
     for name in MODELS:
-        model = llama(name)
+        model = quantized_llama(MODELS[name], "int4")
         for tokens in (count for count in TOKENS if count <= MOST_TOKENS[name]):
             filled = {}
             for cache_name, make in CACHES.items():
@@ -133,9 +120,16 @@ def speed(failures: dict[str, str]) -> Iterator[dict[str, Any]]:
                 except (ImportError, ValueError, RuntimeError) as error:
                     filled.pop(cache_name, None)
                     failures[f"{name}, {tokens} tokens, {cache_name}"] = f"{type(error).__name__}: {error}"[:200]
-            peers = llama_cpp_steps(model, tokens, failures)
-            steps = {key: partial(step, model, cache) for key, cache in filled.items()} | peers
+            programs = llama_cpp_programs(model, tokens, failures)
+            steps = {key: partial(step, model, cache) for key, cache in filled.items()}
+            steps |= {
+                key: partial(llama_cpp_step, program, itertools.count(tokens)) for key, program in programs.items()
+            }
+            for key in programs:
+                steps[key]()
             rounds = [{key: take() for key, take in steps.items()} for _ in range(ROUNDS)]
+            for program in programs.values():
+                program.close()
             for key in steps:
                 cache = filled.get(key)
                 ratios = [each[BASELINE] / each[key] for each in rounds]
@@ -153,13 +147,11 @@ def speed(failures: dict[str, str]) -> Iterator[dict[str, Any]]:
 
 def step(model: nn.Module, cache: Any) -> float:
     """Return the CPU seconds of one token."""
-    start = time.thread_time()
-    model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
-    return time.thread_time() - start
+    return _seconds(partial(model, torch.ones(1, 1, dtype=torch.long), past_key_values=cache))
 
 
-def llama_cpp_steps(model: LlamaForCausalLM, tokens: int, failures: dict[str, str]) -> dict[str, Callable[[], float]]:
-    """Fill llama.cpp's caches with so many tokens, and return functions that take a step with each."""
+def llama_cpp_programs(model: LlamaForCausalLM, tokens: int, failures: dict[str, str]) -> dict[str, Any]:
+    """Return llama.cpp with each of its caches, filled with so many tokens."""
     if tokens > MOST_TOKENS_OF_LLAMA_CPP:
         return {}
     try:
@@ -168,7 +160,7 @@ def llama_cpp_steps(model: LlamaForCausalLM, tokens: int, failures: dict[str, st
     except ImportError as error:
         failures["llama.cpp"] = str(error)
         return {}
-    steps: dict[str, Callable[[], float]] = {}
+    programs: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
         export_gguf(model, Path(directory) / "model.gguf", byte_level())
         for name, (kind, flash) in LLAMA_CPP.items():
@@ -177,15 +169,12 @@ def llama_cpp_steps(model: LlamaForCausalLM, tokens: int, failures: dict[str, st
             program = LlamaCpp(Path(directory) / "model.gguf", 1, tokens=tokens + 256, **options)
             for start in range(0, tokens, 256):
                 program.decode([(start + index, 0) for index in range(256)], last_only=True)
-            steps[name] = partial(_llama_cpp_step, program, itertools.count(tokens))
-            steps[name]()
-    return steps
+            programs[name] = program
+    return programs
 
 
-def _llama_cpp_step(program: Any, positions: Iterator[int]) -> float:
-    start = time.thread_time()
-    program.decode([(next(positions), 0)], last_only=False)
-    return time.thread_time() - start
+def llama_cpp_step(program: Any, positions: Iterator[int]) -> float:
+    return _seconds(partial(program.decode, [(next(positions), 0)], last_only=False))
 
 
 SCHEMES: dict[str, tuple[int, int] | None] = {

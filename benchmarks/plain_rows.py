@@ -58,7 +58,7 @@ def compiled_call(name: str, x: Tensor, N: int) -> tuple[Callable[[dict[str, Ten
 
     def call(weight: dict[str, Tensor]) -> None:
         pointers = (x.data_ptr(), weight["qdata"].data_ptr(), weight["scale"].data_ptr(), None, out.data_ptr())
-        library.product(product._address, *pointers, 1, 1, scratch.data_ptr(), None, None)
+        library.product(product._address, *pointers, 1, 1, scratch.data_ptr(), *[None] * compiled.OTHERS)
 
     return call, out
 

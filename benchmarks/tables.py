@@ -498,6 +498,21 @@ def distributed() -> str:
     return f"{table(header, rows)}\n\n{caption}"
 
 
+def imported_rows() -> str:
+    """Make the table of one token by format of other programs, as a multiple of int4 in groups of 32."""
+    report = read("imported_rows")
+    shapes = report["one_token"]
+    names = [name for name in next(iter(shapes.values())) if not name.endswith("us")]
+    rows = [[name, *(f"{times[name]:.1f}" for times in shapes.values())] for name in names]
+    header = ["one token", *(f"{shape}, times int4 g32" for shape in shapes)]
+    units = ", ".join(f"{times['int4 g32, us']:.0f} us ({shape})" for shape, times in shapes.items())
+    caption = (
+        f"bfloat16, one thread, by CPU time, in one run; int4 g32 takes {units}. {report['cpu']}, "
+        f"{report['library']}, commit {report['commit'][:8]}."
+    )
+    return f"{table(header, rows)}\n\n{caption}"
+
+
 def zero() -> str:
     """Return how small checkpoints of DeepSpeed are, and how exactly training goes on from them."""
     report = read("zero")
@@ -803,6 +818,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "checkpoint-optimizers": checkpoint_optimizers,
     "checkpoint-plan": checkpoint_plan,
     "distributed": distributed,
+    "imported-rows": imported_rows,
     "zero": zero,
     "abilities": abilities,
     "abilities-by-format": abilities_by_format,

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from benchmarks.speed.methods import Method
+from hf_trainweights import TrainWeightsConfig, quantize_
 
 LLAMA: dict[str, Any] = {
     "hidden_size": 896,
@@ -40,6 +41,24 @@ MOE: dict[str, Any] = {
     "vocab_size": 32000,
     "tie_word_embeddings": False,
 }
+
+
+def quantized_llama(sizes: dict[str, int], format_name: str) -> LlamaForCausalLM:
+    """Make a Llama of random weights in bfloat16, quantized in groups of 32, embeddings too.
+
+    Args:
+        sizes: Arguments of `LlamaConfig`.
+        format_name: The format, whose scales are float16, as those of llama.cpp's Q8_0 and Q4_0.
+    """
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    config = LlamaConfig(**sizes, vocab_size=32000, max_position_embeddings=65536, tie_word_embeddings=False)
+    try:
+        model = LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    quantize_(model.half(), TrainWeightsConfig(format_name, group_size=32, include_embeddings=True))
+    return model.bfloat16()
 
 
 def save_models(root: Path) -> dict[str, Path]:

@@ -17,12 +17,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hf_trainweights.formats.affine import Affine
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.codebook4 import Codebook4
 from hf_trainweights.formats.coded import Coded
 from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
+from hf_trainweights.formats.scale_codings import outer_count
+from hf_trainweights.formats.table4 import Table4
 from hf_trainweights.formats.uint import UInt
 from hf_trainweights.kernels.arguments import storage_freed
 from hf_trainweights.kernels.cpu_features import capabilities, most_rows
@@ -31,12 +34,12 @@ from hf_trainweights.native_library import load_library
 _logger = logging.getLogger(__name__)
 _NATIVE = Path(__file__).parent / "native"
 # The version of `Weight` and the functions' arguments, as in native/product.h; only a library of this version is used.
-ABI = 4
+ABI = 5
 _FUNCTIONS = {
     "product_bytes": "lpli",
-    "product": "-pppppplippp",
+    "product": "-pppppplipppppp",
     "dequantized_bytes": "lpi",
-    "dequantize": "-ppppllippp",
+    "dequantize": "-ppppllipppppp",
     "store_tokens": "-pillliippplli",
     "load_tokens": "-pplllliiplpii",
     "attention_bytes": "lp",
@@ -56,7 +59,7 @@ _LIBRARIES = {
 }
 
 # The formats that the libraries read.
-FORMATS = (Int8, Int4, Float8E4M3, UInt, Codebook4)
+FORMATS = (Int8, Int4, Float8E4M3, UInt, Codebook4, Affine, Table4)
 
 # Sums of products of two bytes fit 32 bits up to this K.
 _MOST_COLUMNS = 1 << 16
@@ -66,12 +69,20 @@ _THREADED = 1 << 19
 # For so many pairs of a number of rows and a number of threads the size of scratch memory is remembered.
 _SIZES = 256
 
-# The stored tensors beside codes and scales: group scales and zero points of a uint weight, group scales of a codebook4
-# weight, and () for other formats.
+# The stored tensors beside codes and scales, in the order of `tensor_names`: group scales and zero points of a uint
+# weight, for example, and () for int8. As in native/product.h, there are at most so many.
 Groups = tuple[Tensor, ...]
+OTHERS = 5
+_NONE = (None,) * OTHERS
 
 # The last fields of `Weight`, which describe the codes; 0 if a format does not need the field.
 _CODES = ("bits", "code_units", "zero_units", "codebook")
+# Behind them, for formats of other programs.
+_NUMBERS = ("family", "coding", "offset", "zero_bits", "rounds_each", "outer_count")
+# As in native/product.h.
+_CODINGS = ("plain", "e8m0", "e4m3", "e4m3_divided", "nested", "k4", "k2", "k3", "k6", "iq4_xs")
+_OFFSETS = ("none", "zero_point", "zero_point_minus_1", "float_zero_point", "bias")
+_MINIMA = len(_OFFSETS)
 
 
 class _Scratch(threading.local):
@@ -101,7 +112,7 @@ class Weight(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("N", "K", "group_size")),
-        *((name, ctypes.c_int32) for name in ("dtype", "scale_dtype", "digits", *_CODES)),
+        *((name, ctypes.c_int32) for name in ("dtype", "scale_dtype", "digits", *_CODES, *_NUMBERS)),
     )
 
 
@@ -152,8 +163,7 @@ def is_available() -> bool:
 
 def serves(form: Format) -> bool:
     """Return whether the libraries read this format."""
-    in_groups = isinstance(form, Float8E4M3) and form.group_size is not None
-    return isinstance(form, FORMATS) and not in_groups
+    return isinstance(form, FORMATS)
 
 
 class Product:
@@ -188,7 +198,7 @@ class Product:
         scratch = SCRATCH.take("compiled", self._size(M, threads))
         out = x.new_empty(*x.shape[:-1], self._N)
         pointers = (x_at, codes_at, scales_at, bias_at, out.data_ptr())
-        self.library.product(self._address, *pointers, M, threads, scratch.data_ptr(), *[*groups_at, None, None][:2])
+        self.library.product(self._address, *pointers, M, threads, scratch.data_ptr(), *[*groups_at, *_NONE][:OTHERS])
         return out
 
     def dequantize(self, qdata: Tensor, scale: Tensor, groups: Groups, rows: slice) -> Tensor:
@@ -199,7 +209,9 @@ class Product:
         memory = SCRATCH.take("compiled", self.library.dequantized_bytes(self._address, threads)).data_ptr()
         groups_at = [tensor.data_ptr() for tensor in groups]
         pointers = (qdata.data_ptr(), scale.data_ptr(), out.data_ptr())
-        self.library.dequantize(self._address, *pointers, first, count, threads, memory, *[*groups_at, None, None][:2])
+        self.library.dequantize(
+            self._address, *pointers, first, count, threads, memory, *[*groups_at, *_NONE][:OTHERS]
+        )
         return out
 
 
@@ -207,20 +219,38 @@ class Product:
 def find(form: Format, N: int, K: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> Product | None:
     """Return the function for products with weights `[N, K]` of a format; None if the library has none."""
     library, size = loaded_library(), getattr(form, "group_size", None) or 0
-    fits = serves(form) and (size in (0, 4, 8, 16, 32) or size % 64 == 0)
-    if library is None or not fits or dtype not in DTYPES or scale_dtype not in DTYPES:
+    numbers = _numbers(form, K) if serves(form) else ()
+    fits = serves(form) and (bool(numbers) or size in (0, 4, 8, 16, 32) or size % 64 == 0)
+    if library is None or not fits or dtype not in DTYPES:
         return None
-    if not 0 < K <= _MOST_COLUMNS or N == 0:
+    if scale_dtype not in DTYPES and getattr(form, "scales", "plain") == "plain":
+        return None
+    if not 0 < K <= _MOST_COLUMNS or N == 0 or (numbers and K % form.column_step):
         return None
     digits = 1 if getattr(form, "activations", None) else 3 if dtype == torch.float32 else 2
-    weight = Weight(N, K, size, DTYPES[dtype], DTYPES[scale_dtype], digits, *_codes(form))
+    described = *_codes(form), *numbers
+    weight = Weight(N, K, size, DTYPES[dtype], DTYPES.get(scale_dtype, 0), digits, *described)
     return Product(library, weight, dtype, most_rows(form, dtype, instructions() or ""))
 
 
-def _codes(form: Format) -> tuple[int, ...]:
-    """Return the values of the fields `_CODES` for a format; zeros at the end are left out."""
+def _codes(form: Format) -> tuple[int, int, int, int]:
+    """Return the values of the fields `_CODES` for a format."""
     if isinstance(form, UInt):
-        return form.grid.bits, form.grid.code_units, form.grid.zero_units
-    if isinstance(form, Codebook4):
-        return 4, 0, 0, 1
-    return (4 if isinstance(form, Int4) else 0 if isinstance(form, Float8E4M3) else 8,)
+        return form.grid.bits, form.grid.code_units, form.grid.zero_units, 0
+    if isinstance(form, Float8E4M3):
+        return 0, 0, 0, 0
+    bits = form.bits if isinstance(form, Affine) else 4 if isinstance(form, (Int4, Codebook4, Table4)) else 8
+    return bits, 0, 0, int(isinstance(form, Codebook4))
+
+
+def _numbers(form: Format, K: int) -> tuple[int, ...]:
+    """Return the values of the fields `_NUMBERS` for a format of another program, and () for others."""
+    if isinstance(form, Affine):
+        offset = _MINIMA if form.coding.has_minima else _OFFSETS.index(form.offset)
+        zero_bits = form.bits if form.bit_packed else 8
+        return 1, _CODINGS.index(form.scales), offset, zero_bits, int(form.rounding == "each"), 0
+    if isinstance(form, Table4):
+        return 2, _CODINGS.index(form.scales), 0, 0, 0, outer_count(K // form.group_size)
+    if isinstance(form, Float8E4M3) and (form.group_size or form.scales != "plain"):
+        return 3, _CODINGS.index(form.scales), 0, 0, 0, 0
+    return ()

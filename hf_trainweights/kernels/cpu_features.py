@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
+from hf_trainweights.formats.affine import Affine
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.codebook4 import Codebook4
 from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
+from hf_trainweights.formats.table4 import Table4
 from hf_trainweights.formats.uint import UInt
 
 # By instruction: oneDNN uses it under the limits whose names contain one of these texts.
@@ -54,6 +56,10 @@ _CODEBOOK_ROWS = 64
 _WIDENED_ROWS = 16
 # Float8 and uint without panels.
 _FLOAT8_ROWS, _UINT_ROWS = 8, 16
+# Formats of other programs without panels, multiplied with four tokens at a time.
+_IMPORTED_ROWS = 16
+# The libraries whose panels of float32 read every format.
+_LIBRARIES_OF_ANY_FORMAT = ("avx2", "avx_vnni")
 # Query rows of a head of keys, from all query heads that share it. The tiles of AMX also serve PyTorch's attention;
 # AVX-VNNI and NEON were not measured.
 _ATTENTION_ROWS = 64
@@ -104,6 +110,9 @@ def product_dtype(dtype: torch.dtype, M: int) -> torch.dtype:
 def most_rows(form: Format, dtype: torch.dtype, library: str) -> int:
     """Return up to how many rows of x a library's product with a weight is the fastest; `ALL` for any number."""
     is_fast = product_dtype(dtype, _SHORT_ROWS + 1) == dtype
+    if is_imported(form):
+        in_panels = library in _LIBRARIES_OF_ANY_FORMAT and (dtype == torch.float32 or not is_fast)
+        return ALL if in_panels else _IMPORTED_ROWS
     if _takes_panels(form, dtype, library) or (library != "neon" and (dtype == torch.float32 or not is_fast)):
         return ALL
     if isinstance(form, (UInt, Float8E4M3)):
@@ -126,6 +135,12 @@ def _takes_panels(form: Format, dtype: torch.dtype, library: str) -> bool:
     if library in ("amx", "avx512_bf16") and dtype == torch.bfloat16:
         return isinstance(form, UInt) or group_size % 32 == 0
     return library == "amx" and isinstance(form, (Int8, Int4)) and group_size % 64 == 0
+
+
+def is_imported(form: Format) -> bool:
+    """Return whether native/imported.c reads a format: affine, table4, or float8 in groups."""
+    in_groups = isinstance(form, Float8E4M3) and (form.group_size is not None or form.scales != "plain")
+    return isinstance(form, (Affine, Table4)) or in_groups
 
 
 def is_rounding(form: Format) -> bool:

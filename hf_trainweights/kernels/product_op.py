@@ -1,7 +1,8 @@
-"""The op by which compiled programs multiply on a CPU: PyTorch's dispatcher calls C, and no line of Python runs.
+"""The ops by which compiled programs multiply on a CPU: PyTorch's dispatcher calls C, and no line of Python runs.
 
-`native/op.c` is the op. PyTorch exports the functions that it needs from version 2.8 on. Where it is not compiled, the
-op `hf_trainweights::linear` serves, which runs in Python.
+`native/op.c` has both: `product`, and `imported_product` for weights in formats of other programs. PyTorch exports the
+functions that they need from version 2.8 on. If they are not compiled, the op `hf_trainweights::linear` serves, which
+runs in Python.
 """
 
 from __future__ import annotations
@@ -39,12 +40,11 @@ _EXPORTED = (
     "_ZdlPv",  # operator delete
 )
 
-# The bits that each field of `Weight` but N takes in the argument `weight`, the first field in the lowest bits.
-_WIDTHS = (17, 17, 2, 2, 2, 4, 8, 8, 1)
-_SCHEMA = (
-    "product(Tensor x, Tensor qdata, Tensor scale, Tensor? group_scale, Tensor? zero_point, Tensor? bias, int weight) "
-    "-> Tensor"
-)
+# The bits that each field of `Weight` but N takes in an argument, the first field in the lowest bits. Formats of other
+# programs have a second argument for the last fields.
+_WIDTHS = ((17, 17, 2, 2, 2, 4, 8, 8, 1), (2, 4, 3, 4, 1, 17))
+# The stored tensors beside codes and scales that each op takes, and its numbers.
+_OPS = {"product": (2, ("weight",)), "imported_product": (compiled.OTHERS, ("weight", "imported"))}
 
 
 class _BuiltinOverload(OpOverload):
@@ -69,22 +69,38 @@ def multiply(x: Tensor, tensors: Sequence[Tensor], form: Format, bias: Tensor | 
     M = x.numel() // K
     if product.most_rows < ALL and not (type(M) is int and product.most_rows >= M):
         return None
-    qdata, scale, group_scale, zero_point = [*tensors, None, None][:4]
-    bias = None if bias is None else bias.contiguous()
-    return _op()(x.contiguous(), qdata, scale, group_scale, zero_point, bias, pack(product))
+    qdata, scale, *others = tensors
+    op, arguments = bind(product, others)
+    return op(x.contiguous(), qdata, scale, None if bias is None else bias.contiguous(), *arguments)
 
 
-def pack(product: Product) -> int:
-    """Return the description of a product's weights, but for N, as one number."""
+def bind(product: Product, others: Sequence[Tensor]) -> tuple[Any, tuple[Tensor | int | None, ...]]:
+    """Return the op for weights of a product, and its arguments behind x, codes, scales and bias.
+
+    Args:
+        product: The product of the weights.
+        others: The stored tensors behind codes and scales, in the order of the format's `tensor_names`.
+    """
+    own_widths, imported_widths = _WIDTHS
+    own = _pack(product.numbers[: len(own_widths)], own_widths)
+    imported = _pack(product.numbers[len(own_widths) :], imported_widths)
+    # 0 describes no format of another program: `family` is 0.
+    name = "imported_product" if imported else "product"
+    count, _ = _OPS[name]
+    missing = (None,) * (count - len(others))
+    return _ops()[name], (*others, *missing, own, *((imported,) if imported else ()))
+
+
+def _pack(values: Sequence[int], widths: Sequence[int]) -> int:
     packed = 0
-    for value, width in zip(reversed(product.numbers), reversed(_WIDTHS), strict=True):
+    for value, width in zip(reversed(values), reversed(widths), strict=True):
         assert 0 <= value < 1 << width
         packed = packed << width | value
     return packed
 
 
 def serves(product: Product) -> bool:
-    """Return whether the op calls the library of a product."""
+    """Return whether an op calls the library of a product."""
     return _register(product.library)
 
 
@@ -95,14 +111,14 @@ def prepare(product: Product, qdata: Tensor, scale: Tensor, groups: Sequence[Ten
     """
     if not serves(product):
         return None
-    op, packed, most_elements = _op(), pack(product), min(sys.maxsize, product.most_rows * product.columns)
-    group_scale, zero_point = [*groups, None, None][:2]
+    op, arguments = bind(product, groups)
+    most_elements = min(sys.maxsize, product.most_rows * product.columns)
 
     def multiply_prepared(x: Tensor, bias: Tensor | None) -> Tensor | None:
         if not x.is_cpu or x.numel() > most_elements:
             return None
         try:
-            return op(x, qdata, scale, group_scale, zero_point, bias, packed)
+            return op(x, qdata, scale, bias, *arguments)
         except RuntimeError:
             return None
 
@@ -112,11 +128,11 @@ def prepare(product: Product, qdata: Tensor, scale: Tensor, groups: Sequence[Ten
 def describe() -> str:
     """Return a text that changes with all that decides whether programs call the op, and how."""
     library = compiled.loaded_library()
-    return f"{_SCHEMA}, {compiled.describe()}, {library is not None and _register(library)}"
+    return f"{[_schema(name) for name in _OPS]}, {compiled.describe()}, {library is not None and _register(library)}"
 
 
 def _register(library: ctypes.CDLL) -> bool:
-    """Let the op call a library of products, and return whether it does; the op is registered once in a process."""
+    """Let the ops call a library of products, and return whether they do; they are registered once in a process."""
     op_library, addresses = _library(), _exported()
     if op_library is None or addresses is None:
         return False
@@ -124,14 +140,14 @@ def _register(library: ctypes.CDLL) -> bool:
         own = [_address(library.product), _address(library.product_bytes)]
         names = (f"aoti_torch_dtype_{str(dtype).removeprefix('torch.')}" for dtype in compiled.DTYPES)
         fields = [*addresses, *own, *(getattr(_torch_library(), name)() for name in names)]
-        _op()
+        _ops()
         if op_library.register_op((ctypes.c_void_p * len(fields))(*fields)):
             return False
         _SERVING["library"] = library
     return True
 
 
-# The library of products that the op calls. It is another one only where a test takes the place of another CPU.
+# The library of products that the ops call. It is another one only where a test takes the place of another CPU.
 _SERVING: dict[str, ctypes.CDLL] = {}
 
 
@@ -161,16 +177,23 @@ def _torch_library() -> ctypes.CDLL:
 
 
 @functools.cache
-def _op() -> Any:
-    """Define the op in PyTorch's dispatcher, and return it."""
-    _LIBRARY.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
-    # Programs and `prepare` call the op below autograd. PyTorch would look for a gradient of it at each call.
-    _LIBRARY.impl("product", torch.library.fallthrough_kernel, "Autograd")
-    torch.library.register_fake("hf_trainweights::product", _empty, lib=_LIBRARY)
-    op = torch.ops.hf_trainweights.product.default
-    _BuiltinOverload.__call__ = op._op
-    op.__class__ = _BuiltinOverload
-    return op
+def _ops() -> dict[str, Any]:
+    """Define the ops in PyTorch's dispatcher, and return them by name."""
+    ops: dict[str, Any] = {}
+    for name in _OPS:
+        _LIBRARY.define(_schema(name), tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
+        # Programs and `prepare` call the op below autograd. PyTorch would look for a gradient of it at each call.
+        _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        torch.library.register_fake(f"hf_trainweights::{name}", _empty, lib=_LIBRARY)
+        ops[name] = op = getattr(torch.ops.hf_trainweights, name).default
+        op.__class__ = type("_BuiltinOverload", (_BuiltinOverload,), {"__call__": op._op})
+    return ops
+
+
+def _schema(name: str) -> str:
+    count, numbers = _OPS[name]
+    others = "".join(f", Tensor? other_{index}" for index in range(count))
+    return f"{name}(Tensor x, Tensor qdata, Tensor scale, Tensor? bias{others}, int {', int '.join(numbers)}) -> Tensor"
 
 
 def _empty(x: Tensor, qdata: Tensor, scale: Tensor, *_: object) -> Tensor:

@@ -48,7 +48,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(program: Path, weight: compiled.Weight, M: int, out: Tensor, tensors: list[Tensor | None]) -> Tensor:
     """Return what the program gives in place of `out`, by two threads."""
     given = bytes(weight) + b"".join(number.to_bytes(8, "little") for number in (M, 2, out.nbytes))
-    for tensor in [*tensors, *[None] * (6 - len(tensors))]:
+    for tensor in [*tensors, *[None] * (4 + compiled.OTHERS - len(tensors))]:
         data = b"" if tensor is None else tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         given += len(data).to_bytes(8, "little") + data
     result = subprocess.run([_EMULATOR, program], input=given, capture_output=True, check=True)

@@ -13,30 +13,25 @@ import torch.nn.functional as F
 from covering import by_default
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from weights import random_weight
+from weights import FORMS, random_weight, weight_of
 
 from hf_trainweights import QuantizedTensor
 from hf_trainweights.formats import get_format
+from hf_trainweights.formats.base import Format
 from hf_trainweights.kernels import compiled, product_op
 
 pytestmark = pytest.mark.skipif(
     "False" in product_op.describe().rpartition(",")[2], reason="the op is not compiled, or PyTorch lacks a function"
 )
 
-FORMS: dict[str, dict[str, Any]] = {
-    "int8": {"format": "int8"},
-    "int8_g32": {"format": "int8", "group_size": 32},
-    "int8_activations": {"format": "int8", "activations": "int8"},
-    "int4": {"format": "int4", "group_size": 32},
-    "uint3": {"format": "uint3"},
-    "codebook4": {"format": "codebook4"},
-    "float8_e4m3": {"format": "float8_e4m3"},
-}
+CASES: dict[str, Format] = {name: form for name, form in FORMS.items() if compiled.serves(form)}
+CASES["int8_activations"] = get_format({"format": "int8", "activations": "int8"})
+CASES["affine_k4"] = get_format({"format": "affine", "bits": 4, "group_size": 32, "scales": "k4", "offset": "none"})
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def quantized(form: str, dtype: torch.dtype, N: int = 96, K: int = 128) -> QuantizedTensor:
-    return QuantizedTensor.quantize(random_weight(N, K, dtype=dtype), get_format(FORMS[form]))
+    return weight_of(CASES[form], (N, K), dtype)
 
 
 def call(x: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
@@ -45,15 +40,17 @@ def call(x: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> Tens
     product = compiled.find(form, *form.shape_of(weight.qdata), weight.dtype, weight.scale_dtype)
     assert product is not None
     assert product_op.serves(product)
-    tensors = [*(weight.tensors[name] for name in form.tensor_names), None, None][:4]
-    return torch.ops.hf_trainweights.product.default(x, *tensors, bias, product_op.pack(product))
+    qdata, scale, *others = (weight.tensors[name] for name in form.tensor_names)
+    op, arguments = product_op.bind(product, others)
+    return op(x, qdata, scale, bias, *arguments)
 
 
 @pytest.mark.parametrize("dtype", by_default((torch.bfloat16,), DTYPES), ids=str)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", CASES)
 def test_the_op_gives_the_bits_of_the_product(form: str, dtype: torch.dtype) -> None:
-    weight, bias = quantized(form, dtype), random_weight(96, 1, dtype=dtype).flatten()
-    for shape in ((1, 128), (2, 3, 128), (128,), (0, 128)):
+    K = 256 if form == "affine_k4" else 128
+    weight, bias = quantized(form, dtype, K=K), random_weight(96, 1, dtype=dtype).flatten()
+    for shape in ((1, K), (2, 3, K), (K,), (0, K)):
         x = torch.randn(shape).to(dtype)
         for each in (None, bias):
             with torch.no_grad():
@@ -115,7 +112,7 @@ def test_the_op_traces_and_its_arguments_are_checked() -> None:
 
 
 def test_the_op_runs_in_threads_of_their_own() -> None:
-    weight, x = quantized("int4", torch.bfloat16), torch.randn(40, 128).bfloat16()
+    weight, x = quantized("int4_g32", torch.bfloat16), torch.randn(40, 128).bfloat16()
     outs: list[Tensor] = []
     threads = [threading.Thread(target=lambda: outs.append(call(x, weight))) for _ in range(4)]
     for thread in threads:
@@ -133,7 +130,7 @@ def note_call(calls: list[str], frame: Any, event: str, argument: object) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("form", ["int8", "int4_g32", "affine_g32"])
 def test_a_compiled_step_makes_as_many_python_calls_as_in_float(form: str) -> None:
     torch.manual_seed(0)
     layers: Any = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3))).requires_grad_(False)
@@ -151,6 +148,6 @@ def test_a_compiled_step_makes_as_many_python_calls_as_in_float(form: str) -> No
         counts.append(len(calls))
         assert not any("hf_trainweights" in name for name in calls)
         for layer in layers:
-            weight = QuantizedTensor.quantize(layer.weight, get_format(FORMS[form]))
+            weight = QuantizedTensor.quantize(layer.weight, CASES[form])
             layer.weight = nn.Parameter(weight, requires_grad=False)
     assert counts[1] <= counts[0] * 1.2

@@ -115,7 +115,7 @@ STANDS_FOR: dict[str, dict[str, str]] = {
         "test_quantized_model_conversion": f"{SELECTION}::test_a_transformers_model_is_chosen_from_on_meta",
         "test_quantized_model": f"{ARCHITECTURES}::test_quantized_outputs_are_close_to_float",
         "test_save_pretrained": f"{ARCHITECTURES}::test_roundtrip_is_bit_exact_and_saves_repeat",
-        "test_block_size": f"{HERE}::test_float8_in_blocks_is_refused",
+        "test_block_size": f"{HERE}::test_float8_in_blocks_of_rows_is_refused",
         "test_quantized_model_offload": f"{LOADING}::test_a_float_checkpoint_is_not_quantized_onto_the_disk",
         "test_save_pretrained_offload": f"{LOADING}::test_offloaded_weights_compute_and_are_saved_as_if_they_were_not",
         "test_linear_preserves_shape": "tensor/test_ops.py::test_products_equal_those_of_the_dense_weight",

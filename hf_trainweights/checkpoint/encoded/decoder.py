@@ -152,8 +152,8 @@ def open_anchor(entry: Mapping[str, Any]) -> AnyAnchor:
         return BaseWeights(Base.from_dict("the anchor's base", entry["base"]), Path(entry["path"]).parent)
     if "parts" in entry:
         directory = Path(entry["path"]).parent
-        paths = {part: find_anchor(part, str(directory / anchor_file_name(part))) for part in entry["parts"]}
-        return AnchorParts([Anchor(path, sha256=part) for part, path in paths.items()])
+        paths = {sha256: find_anchor(sha256, str(directory / anchor_file_name(sha256))) for sha256 in entry["parts"]}
+        return AnchorParts([Anchor(path, sha256=sha256) for sha256, path in paths.items()])
     sha256, path = entry["sha256"], find_anchor(entry["sha256"], entry["path"])
     last = _last_anchor  # read once, because another thread may open another anchor meanwhile
     if last is not None and last[0].sha256 == sha256 and all(map(_is_unchanged, last[0].files, last[1])):
@@ -300,9 +300,9 @@ class AnchorParts:
     def __init__(self, parts: Sequence[Anchor]):
         self.parts = tuple(parts)
         self.directory = parts[0].directory
-        self.sha256 = parts_sha256(part.sha256 for part in parts)
-        self.files = tuple(file for part in parts for file in part.files)
-        self._by_name = {name: part for part in reversed(parts) for name in part}
+        self.sha256 = parts_sha256(anchor.sha256 for anchor in parts)
+        self.files = tuple(file for anchor in parts for file in anchor.files)
+        self._by_name = {name: anchor for anchor in reversed(parts) for name in anchor}
 
     def __contains__(self, name: object) -> bool:
         return name in self._by_name

@@ -3,7 +3,7 @@
 A file names a class, and only the classes of this module are ever made from a file. None of them runs code when it is
 made so: an object of `_RECORDS` gets its attributes, a member of `_ENUMS` is found by its number.
 
-Where DeepSpeed is not installed, a class of the same name and the same attributes stands for each of them.
+If DeepSpeed is not installed, a class of the same name and the same attributes stands for each of them.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def class_name(optimizer: Any) -> str | None:
         return None
     if isinstance(optimizer, str):
         name = optimizer.removeprefix("torch.optim.")
-        torchs = (known for known in RULES if known.startswith("torch.") and known.endswith(f".{name}"))
+        torchs = (row for row in RULES if row.startswith("torch.") and row.endswith(f".{name}"))
         return next(torchs, optimizer)
     own_name = _qualified(type(optimizer))
     if own_name in _WRAPPERS:
@@ -81,7 +81,7 @@ def rules_of(name: str | None, settings: Collection[str]) -> Rules:
     """
     if name is None:
         keys = set(settings)
-        name = next((each for each, own in _SETTINGS.items() if own <= keys <= own | _LATER_SETTINGS), "")
+        name = next((row for row, own in _SETTINGS.items() if own <= keys <= own | _LATER_SETTINGS), "")
     return RULES.get(name, ())
 
 

@@ -299,7 +299,7 @@ def _paths(values: Mapping[Any, Any], parent: KeyPath) -> dict[Any, tuple[KeyPat
         inner = value.items() if isinstance(value, Mapping) else ()
         paths |= {inner_key: ((*parent, key, inner_key), state) for inner_key, state in inner}
         paths[key] = (*parent, key), value
-    return {key: found for key, found in paths.items() if not isinstance(found[1], Mapping)}
+    return {key: (path, state) for key, (path, state) in paths.items() if not isinstance(state, Mapping)}
 
 
 def _steps_per_rms(choice: str | Codec, role: str, tensor: Tensor) -> int:

@@ -188,6 +188,13 @@ class SaveJob:
         """The directory where files are written, and where large payloads are kept until then."""
         return self.temporary or self.path
 
+    def require_own_weights(self, layout: str) -> None:
+        """Check that the weights need no base and are not left out; UnsupportedError: this `layout` cannot do so."""
+        if self.base is not None or self.keep_weights:
+            option = "keep_weights" if self.keep_weights else "anchor"
+            expected, next_step = f"a checkpoint in whole files with `{option}`", f"Leave `{option}` out."
+            raise UnsupportedError(str(self.path), expected, layout, next_step)
+
     def is_done(self, previous: Manifest, choices: Mapping[str, Any]) -> bool:
         """Return whether an earlier call compressed the checkpoint by these choices and knew the optimizer's class."""
         is_new_class = self.optimizer_class not in (None, recorded_class(previous.metadata))

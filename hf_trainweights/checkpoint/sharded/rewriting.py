@@ -44,7 +44,7 @@ from hf_trainweights.checkpoint.run.job import SaveJob, manifest_fields, rewriti
 from hf_trainweights.checkpoint.sharded.conversion import verified_manifest, write_plain_in_place
 from hf_trainweights.checkpoint.sharded.rank_items import RankItems
 from hf_trainweights.checkpoint.sharded.writer import TrainWeightsWriter, write_items
-from hf_trainweights.errors import CorruptFileError, UnsupportedError
+from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.atomic import keeping_permissions, save_errors
 from hf_trainweights.files.disk import is_old, lock_directory
 from hf_trainweights.files.staging import remove_abandoned
@@ -102,10 +102,7 @@ class ShardedLayout:
 
         The coordinator calls this within `Ranks.decide`, and each rank encodes the files that it wrote.
         """
-        if job.base is not None or job.keep_weights:
-            option = "keep_weights" if job.keep_weights else "anchor"
-            expected, next_step = f"a checkpoint in whole files with `{option}`", f"Leave `{option}` out."
-            raise UnsupportedError(str(self.path), expected, "a sharded one", next_step)
+        job.require_own_weights("a sharded one")
         recorded = {"policy": job.policy.to_dict(), "keep_weights": False}
         previous = verified_manifest(self.path, self._dcp_directories)
         if previous is not None and job.is_done(previous, recorded):

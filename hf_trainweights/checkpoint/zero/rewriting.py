@@ -91,10 +91,7 @@ class ZeroLayout:
 
         The coordinator calls this within `Ranks.decide`, and each rank encodes the files that it wrote.
         """
-        if job.base is not None or job.keep_weights:
-            option = "keep_weights" if job.keep_weights else "anchor"
-            expected, next_step = f"a checkpoint in whole files with `{option}`", f"Leave `{option}` out."
-            raise UnsupportedError(str(self.path), expected, "one of DeepSpeed", next_step)
+        job.require_own_weights("one of DeepSpeed")
         self._require_one_tag()
         recorded: dict[str, Any] = {"policy": job.policy.to_dict(), "keep_weights": False}
         previous = intact_manifest(self.path)

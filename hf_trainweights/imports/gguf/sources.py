@@ -45,7 +45,7 @@ def find_gguf(source: str | os.PathLike[str], pattern: str | None) -> Path | Non
         return None
     folder = PurePosixPath(name).parent
     snapshot_download(str(source), ignore_patterns=[*_WEIGHTS, "*/*"])
-    files = [glob.escape(each) for each in _same_model(name, names)]
+    files = [glob.escape(file) for file in _same_model(name, names)]
     # Files beside the weights are looked for in the folder of the weights.
     return Path(snapshot_download(str(source), allow_patterns=files)) / folder / PurePosixPath(name).name
 
@@ -76,8 +76,8 @@ def _choose(source: str, names: Iterable[str], pattern: str | None) -> str | Non
         return None
     listed = ", ".join(sorted(selected or models)[:_SHOWN]) or "none"
     expected = "one GGUF file" if pattern is None else f"one GGUF file that {pattern!r} selects"
-    found = f"{len(selected)}: {listed}" if selected else f"none among {listed}"
-    raise ConfigError(source, expected, found, 'Name one, or a pattern of its name: file="*Q4_K_M*".')
+    selection = f"{len(selected)}: {listed}" if selected else f"none among {listed}"
+    raise ConfigError(source, expected, selection, 'Name one, or a pattern of its name: file="*Q4_K_M*".')
 
 
 def _is_first(name: str) -> bool:
@@ -95,7 +95,7 @@ def _same_model(name: str, names: Iterable[str]) -> list[str]:
     match = SPLIT_FILE.fullmatch(name)
     if match is None:
         return [name]
-    others = ((each, SPLIT_FILE.fullmatch(each)) for each in names)
+    others = ((file, SPLIT_FILE.fullmatch(file)) for file in names)
     return [
-        each for each, other in others if other and (other["stem"], other["count"]) == (match["stem"], match["count"])
+        file for file, other in others if other and (other["stem"], other["count"]) == (match["stem"], match["count"])
     ]

@@ -45,6 +45,12 @@ static inline Integers loaded_once(Integers values) {
     return values;
 }
 
+// Return a product that the compiler does not fuse with the sum that follows.
+static inline Floats unfused(Floats values) {
+    __asm__("" : "+x"(values));
+    return values;
+}
+
 static inline Integers lane_numbers(void) { return (Integers){0, 1, 2, 3, 4, 5, 6, 7}; }
 
 // Add the products of unsigned and signed bytes, four to each lane. AVX2 alone has to widen them to 16 bits first.

@@ -35,6 +35,14 @@ static inline Integers loaded_once(Integers values) {
     return values;
 }
 
+// Return a product that the compiler does not fuse with the sum that follows.
+static inline Floats unfused(Floats values) {
+#ifndef EMULATED_VECTORS
+    __asm__("" : "+v"(values));
+#endif
+    return values;
+}
+
 static inline Integers lane_numbers(void) {
     return (Integers){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 }
@@ -91,6 +99,39 @@ static inline Integers load_nibbles(const uint8_t *from, int64_t count) {
     __mmask32 mask = count >= BYTES ? ~0u : (1u << (count / 2)) - 1;
     __m512i pairs = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(mask, from));
     return (Integers)_mm512_and_si512(_mm512_or_si512(pairs, _mm512_slli_epi16(pairs, 4)), _mm512_set1_epi8(0x0f));
+}
+
+// Load the codes of a vector of 64 columns, a byte each; formats/planes.py has their order.
+static inline __attribute__((always_inline)) Integers load_planes(const uint8_t *from, int bits, int column) {
+    typedef uint64_t Longs __attribute__((vector_size(BYTES)));
+    typedef uint32_t Unsigned __attribute__((vector_size(BYTES)));
+    const uint8_t *next = from + 4 * bits;  // of the other 32 columns
+    __m512i codes = _mm512_setzero_si512(), both = codes;
+    (void)column;  // 0: there is one vector of them
+    if (bits & 4) {
+        both = _mm512_inserti64x4(both, _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)from)), 0);
+        both = _mm512_inserti64x4(both, _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)next)), 1);
+        codes = _mm512_and_si512((__m512i)((Longs)both >> (Longs){0, 0, 4, 4, 0, 0, 4, 4}), _mm512_set1_epi8(15));
+    }
+    if (bits & 2) {
+        int64_t low, high;
+        memcpy(&low, from + (bits & 4) * 4, 8);
+        memcpy(&high, next + (bits & 4) * 4, 8);
+        both = _mm512_inserti64x4(both, _mm256_set1_epi64x(low), 0);
+        both = _mm512_inserti64x4(both, _mm256_set1_epi64x(high), 1);
+        both = _mm512_and_si512((__m512i)((Longs)both >> (Longs){0, 2, 4, 6, 0, 2, 4, 6}), _mm512_set1_epi8(3));
+        codes = _mm512_or_si512(codes, _mm512_slli_epi16(both, bits & 4));
+    }
+    if (bits & 1) {
+        int32_t low, high;
+        memcpy(&low, from + (bits & 6) * 4, 4);
+        memcpy(&high, next + (bits & 6) * 4, 4);
+        both = _mm512_inserti64x4(both, _mm256_set1_epi32(low), 0);
+        both = _mm512_inserti64x4(both, _mm256_set1_epi32(high), 1);
+        both = (__m512i)((Unsigned)both >> (Unsigned){0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7});
+        codes = _mm512_or_si512(codes, _mm512_slli_epi16(_mm512_and_si512(both, _mm512_set1_epi8(1)), bits & 6));
+    }
+    return (Integers)codes;
 }
 
 // Return the unsigned bytes of a quarter of a vector as 32-bit numbers.

@@ -51,6 +51,7 @@ static inline __attribute__((always_inline)) void write_row(const Product *p, in
 #define CASES(KIND) CASE(KIND, FLOAT32) CASE(KIND, BFLOAT16) CASE(KIND, FLOAT16)
 
 int64_t row_bytes(const Product *p) {
+    if (p->weight.family) return imported_row_bytes(p);
     return p->weight.code_units ? uint_row_bytes(p) : scale_length(p) * 4;
 }
 
@@ -61,7 +62,8 @@ static void dequantize_integers_row(const Product *p, int64_t n, int64_t at, flo
 }
 
 void dequantize_row(const Product *p, int64_t n, int64_t at, int8_t *memory) {
-    if (p->weight.code_units) dequantize_uint_row(p, n, at, memory);
+    if (p->weight.family) dequantize_imported_row(p, n, at, memory);
+    else if (p->weight.code_units) dequantize_uint_row(p, n, at, memory);
     else if (p->weight.bits) dequantize_integers_row(p, n, at, (float *)memory);
     else dequantize_float8_row(p, n, at);
 }

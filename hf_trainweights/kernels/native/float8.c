@@ -1,5 +1,6 @@
 // float8_e4m3 weights: products of few rows of x, and rows of the float weight for products of many. Sums are scaled
 // when they are complete, so x beyond 1e33 overflows.
+#include "codings.h"
 #include "scales.h"
 
 // Codes that are widened at a time.
@@ -27,10 +28,44 @@ static inline __attribute__((always_inline)) void multiply_row(const float *x, i
     for (int m = 0; m < M; m++) sums[m] = sum_of(total[m][0] + total[m][1]);
 }
 
+// Multiply a row whose groups have scales. A group is a number of steps, but the last one may end before.
+static inline __attribute__((always_inline)) void multiply_groups(const float *x, int64_t stride, const uint8_t *codes,
+                                                                  int64_t K, int64_t size, const float *scale, int M,
+                                                                  float *sums) {
+    Floats total[FEW_ROWS];
+    for (int m = 0; m < M; m++) total[m] = all_floats(0);
+    for (int64_t k = 0; k < K; scale++) {
+        Floats products[FEW_ROWS][2];
+        int64_t end = least(k + size, K);
+        for (int m = 0; m < M; m++) products[m][0] = products[m][1] = all_floats(0);
+        for (; k + STEP <= end; k += STEP) add_products(codes + k, STEP, x + k, stride, M, products);
+        if (k < end) add_products(codes + k, end - k, x + k, stride, M, products);
+        k = end;
+        for (int m = 0; m < M; m++)
+            total[m] = multiply_add(products[m][0] + products[m][1], all_floats(*scale), total[m]);
+    }
+    for (int m = 0; m < M; m++) sums[m] = sum_of(total[m]);
+}
+
+static void multiply_groups_of(const Product *p, const float *x, int64_t n, int64_t M, float *sums) {
+    int64_t K = p->weight.K, stride = round_up(K, STEP), size = p->weight.group_size ? p->weight.group_size : K;
+    const uint8_t *codes = p->qdata + n * K;
+    float scale[groups_length(coded_groups(p))];
+    write_groups(p, n, (Groups){.scale = scale});
+    if (M == 1) multiply_groups(x, stride, codes, K, size, scale, 1, sums);
+    if (M == 2) multiply_groups(x, stride, codes, K, size, scale, 2, sums);
+    if (M == 3) multiply_groups(x, stride, codes, K, size, scale, 3, sums);
+    if (M == 4) multiply_groups(x, stride, codes, K, size, scale, 4, sums);
+}
+
 // The compiler gets the number of tokens as a constant, so that the sums stay in registers.
 static void multiply_row_of(const Product *p, const float *x, int64_t n, int64_t M, float *sums) {
     int64_t K = p->weight.K, stride = round_up(K, STEP);
     const uint8_t *codes = p->qdata + n * K;
+    if (p->weight.family) {
+        multiply_groups_of(p, x, n, M, sums);
+        return;
+    }
     if (M == 1) multiply_row(x, stride, codes, K, 1, sums);
     if (M == 2) multiply_row(x, stride, codes, K, 2, sums);
     if (M == 3) multiply_row(x, stride, codes, K, 3, sums);
@@ -41,7 +76,8 @@ static void multiply_row_of(const Product *p, const float *x, int64_t n, int64_t
 static void multiply_rows(const Product *p, const float *x, int64_t first, int64_t count) {
     const Weight *w = &p->weight;
     Floats bias = p->bias ? load_floats(p->bias, w->dtype, first, count) : all_floats(0);
-    Floats scale = load_floats(p->scale, w->scale_dtype, first, count) * all_floats(256);
+    Floats scale = w->family ? all_floats(1) : load_floats(p->scale, w->scale_dtype, first, count);
+    scale *= all_floats(256);
     for (int64_t token = 0; token < p->M; token += FEW_ROWS) {
         int64_t tokens = least(FEW_ROWS, p->M - token);
         float results[FEW_ROWS][LANES], sums[FEW_ROWS];

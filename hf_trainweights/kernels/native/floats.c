@@ -55,6 +55,7 @@ static Block block_at(const Product *p, const Tokens *tokens, int thread) {
 
 // Return up to how many rows of x the products of bytes/ and words/ take less time: docs/performance.md, "Thresholds".
 static int64_t most_rows_of_others(const Weight *w) {
+    if (w->family) return FEW_ROWS;
 #ifdef __AVXVNNI__
     if (w->bits && !w->code_units) return INT64_MAX;
 #endif

@@ -35,6 +35,12 @@ static inline Floats permuted(Floats values, Integers indexes) {
 
 static inline Integers loaded_once(Integers values) { return values; }
 
+// Return a product that the compiler does not fuse with the sum that follows. Tests compile this for another CPU.
+static inline Floats unfused(Floats values) {
+    __asm__("" : "+m"(values));
+    return values;
+}
+
 static inline Integers lane_numbers(void) { return (Integers){0, 1, 2, 3}; }
 
 // Add the products of bytes, four to each lane.

@@ -1,6 +1,7 @@
-// The op `hf_trainweights::product` for PyTorch's dispatcher: a compiled program calls it without a line of Python.
+// The ops `hf_trainweights::product` and `hf_trainweights::imported_product`, the one for formats of other programs, for
+// PyTorch's dispatcher: a compiled program calls them without a line of Python.
 //
-// It is registered by functions that libtorch exports for C, the stable ABI of PyTorch from 2.8 on, which
+// They are registered by functions that libtorch exports for C, the stable ABI of PyTorch from 2.8 on, which
 // torch/csrc/inductor/aoti_torch/c/shim.h declares. Python looks them up and hands over their addresses, so no header
 // of PyTorch is needed, and one library fits all its versions.
 #include <pthread.h>
@@ -9,7 +10,7 @@
 
 #include "product.h"
 
-// The version of the functions in this file, of `Torch` and of the op's arguments.
+// The version of the functions in this file, of `Torch` and of the ops' arguments.
 #define OP_ABI 1
 
 typedef uint64_t Value;   // an argument or a result of an op: a number, or the address of a tensor or of a Value
@@ -33,14 +34,16 @@ typedef struct {
     void (*check_fail)(const char *, const char *, uint32_t, const char *);
     void (*delete)(void *);
     void (*product)(const Weight *, const void *, const uint8_t *, const void *, const void *, void *, int64_t, int,
-                    int8_t *, const uint8_t *, const uint8_t *);
+                    int8_t *, const void *, const void *, const void *, const void *, const void *);
     int64_t (*product_bytes)(const Weight *, int64_t, int);
     int64_t dtypes[3];  // PyTorch's numbers of FLOAT32, BFLOAT16 and FLOAT16
 } Torch;
 
-// The arguments of the op, in their order.
-enum { X, QDATA, SCALE, GROUP_SCALE, ZERO_POINT, BIAS, TENSORS };
-enum { WEIGHT = TENSORS };
+// The first arguments of an op; ADDED is the bias. Behind them come the other stored tensors and the description of the
+// weight.
+enum { X, QDATA, SCALE, ADDED, FIRST_OTHER, MOST_TENSORS = FIRST_OTHER + OTHERS };
+// The stored tensors beside codes and scales that `product` takes; `imported_product` takes OTHERS.
+enum { OWN_OTHERS = 2 };
 enum { MOST_DIMENSIONS = 8, THREADED = 1 << 19 };
 
 static Torch torch;
@@ -68,31 +71,44 @@ static void *address(Handle tensor) {
     return data;
 }
 
-// Return the description of a weight of N rows, which Python has packed into 64 bits: PyTorch takes 60 ns an argument.
-static Weight unpack(uint64_t packed, int64_t N) {
-    static const int widths[] = {17, 17, 2, 2, 2, 4, 8, 8, 1};
-    int64_t fields[9];
-    for (int i = 0; i < 9; packed >>= widths[i++]) fields[i] = packed & ((1 << widths[i]) - 1);
-    return (Weight){N, fields[0], fields[1], fields[2], fields[3], fields[4], fields[5], fields[6], fields[7], fields[8]};
+// Return the lowest bits of a number, and move those above them down.
+static int64_t take_bits(uint64_t *packed, int bits) {
+    int64_t field = *packed & ((1u << bits) - 1);
+    *packed >>= bits;
+    return field;
+}
+
+// Return the description of a weight of N rows. Python packs it into one or two numbers, because PyTorch takes 60 ns an
+// argument.
+static Weight unpack(int64_t N, uint64_t own, uint64_t imported) {
+    Weight w = {.N = N};
+    w.K = take_bits(&own, 17), w.group_size = take_bits(&own, 17);
+    w.dtype = take_bits(&own, 2), w.scale_dtype = take_bits(&own, 2), w.digits = take_bits(&own, 2);
+    w.bits = take_bits(&own, 4), w.code_units = take_bits(&own, 8), w.zero_units = take_bits(&own, 8);
+    w.codebook = take_bits(&own, 1);
+    w.family = take_bits(&imported, 2), w.coding = take_bits(&imported, 4), w.offset = take_bits(&imported, 3);
+    w.zero_bits = take_bits(&imported, 4), w.rounds_each = take_bits(&imported, 1);
+    w.outer_count = take_bits(&imported, 17);
+    return w;
 }
 
 // Return the result; NULL if the product cannot read these arguments.
-static Handle multiply(uint64_t packed, const Handle *tensors) {
+static Handle multiply(uint64_t own, uint64_t imported, const Handle *tensors) {
     int64_t dimensions, elements, *sizes, *scale_sizes;
     int64_t strides[MOST_DIMENSIONS], out_sizes[MOST_DIMENSIONS];
     int32_t dtype;
     if (torch.get_sizes(tensors[SCALE], &scale_sizes)) return NULL;
-    Weight weight = unpack(packed, scale_sizes[0]);
+    Weight weight = unpack(scale_sizes[0], own, imported);
     int64_t N = weight.N, K = weight.K;
     if (torch.get_dtype(tensors[X], &dtype) || dtype != torch.dtypes[weight.dtype]) return NULL;
     if (torch.get_dim(tensors[X], &dimensions) || dimensions < 1 || dimensions > MOST_DIMENSIONS) return NULL;
     if (torch.get_sizes(tensors[X], &sizes) || sizes[dimensions - 1] != K) return NULL;
     if (torch.get_numel(tensors[X], &elements)) return NULL;
-    if (tensors[BIAS]) {
+    if (tensors[ADDED]) {
         int64_t biases;
         int32_t bias_dtype;
-        if (torch.get_numel(tensors[BIAS], &biases) || biases != N) return NULL;
-        if (torch.get_dtype(tensors[BIAS], &bias_dtype) || bias_dtype != dtype) return NULL;
+        if (torch.get_numel(tensors[ADDED], &biases) || biases != N) return NULL;
+        if (torch.get_dtype(tensors[ADDED], &bias_dtype) || bias_dtype != dtype) return NULL;
     }
     for (int64_t i = dimensions - 1, stride = 1; i >= 0; i--) {
         out_sizes[i] = i == dimensions - 1 ? N : sizes[i];
@@ -100,8 +116,8 @@ static Handle multiply(uint64_t packed, const Handle *tensors) {
         stride *= out_sizes[i] ? out_sizes[i] : 1;
     }
     Handle out = NULL;
-    void *at[TENSORS] = {NULL}, *out_at;
-    for (int i = elements ? 0 : TENSORS; i < TENSORS; i++)
+    void *at[MOST_TENSORS] = {NULL}, *out_at;
+    for (int i = elements ? 0 : MOST_TENSORS; i < MOST_TENSORS; i++)
         if (tensors[i] && !(at[i] = address(tensors[i]))) return NULL;
     if (torch.empty_strided(dimensions, out_sizes, strides, dtype, 0, -1, &out)) return NULL;
     if (!elements) return out;
@@ -112,21 +128,21 @@ static Handle multiply(uint64_t packed, const Handle *tensors) {
         torch.delete_tensor_object(out);
         return NULL;
     }
-    torch.product(&weight, at[X], at[QDATA], at[SCALE], at[BIAS], out_at, M, threads, memory, at[GROUP_SCALE],
-                  at[ZERO_POINT]);
+    void **others = at + FIRST_OTHER;
+    torch.product(&weight, at[X], at[QDATA], at[SCALE], at[ADDED], out_at, M, threads, memory, others[0], others[1],
+                  others[2], others[3], others[4]);
     return out;
 }
 
-static void product_op(Value *stack, uint64_t arguments, uint64_t results) {
-    (void)arguments, (void)results;
-    Handle tensors[TENSORS];
+static void run(Value *stack, int others) {
+    Handle tensors[MOST_TENSORS] = {NULL};
+    int count = FIRST_OTHER + others;
     // PyTorch hands an optional tensor over as the address of a Value, or 0 for None.
-    for (int i = 0; i < TENSORS; i++)
-        tensors[i] = (Handle)(i >= GROUP_SCALE && stack[i] ? *(Value *)stack[i] : stack[i]);
-    Handle out = multiply(stack[WEIGHT], tensors);
-    for (int i = 0; i < TENSORS; i++) {
+    for (int i = 0; i < count; i++) tensors[i] = (Handle)(i >= ADDED && stack[i] ? *(Value *)stack[i] : stack[i]);
+    Handle out = multiply(stack[count], others > OWN_OTHERS ? stack[count + 1] : 0, tensors);
+    for (int i = 0; i < count; i++) {
         if (tensors[i]) torch.delete_tensor_object(tensors[i]);
-        if (i >= GROUP_SCALE && stack[i]) torch.delete((void *)stack[i]);
+        if (i >= ADDED && stack[i]) torch.delete((void *)stack[i]);
     }
     // Raises a RuntimeError.
     if (!out)
@@ -136,7 +152,17 @@ static void product_op(Value *stack, uint64_t arguments, uint64_t results) {
     stack[0] = (Value)out;
 }
 
-// Register the op, and return 0 if it succeeds. A second call changes the functions of the library of products alone.
+static void run_product(Value *stack, uint64_t arguments, uint64_t results) {
+    (void)arguments, (void)results;
+    run(stack, OWN_OTHERS);
+}
+
+static void run_imported_product(Value *stack, uint64_t arguments, uint64_t results) {
+    (void)arguments, (void)results;
+    run(stack, OTHERS);
+}
+
+// Register the ops, and return 0 if it succeeds. A second call changes the functions of the library of products alone.
 int32_t register_op(const Torch *functions) {
     static bool registered = false;
     torch = *functions;
@@ -144,7 +170,8 @@ int32_t register_op(const Torch *functions) {
     void *library = NULL;
     if (pthread_key_create(&scratch_key, free)) return 1;
     if (torch.library_init_impl("hf_trainweights", "CPU", __FILE__, __LINE__, &library)) return 2;
-    if (torch.library_impl(library, "product", product_op)) return 3;
+    if (torch.library_impl(library, "product", run_product)) return 3;
+    if (torch.library_impl(library, "imported_product", run_imported_product)) return 4;
     registered = true;
     return 0;
 }

@@ -10,9 +10,17 @@
 
 // The version of `Weight` and of the functions in interface.c and attention.c. Python uses a library of its own version
 // only, so change both numbers when one of these changes.
-#define ABI 4
+#define ABI 5
 
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+
+// The formats of other programs: imported.c.
+enum { AFFINE = 1, TABLE4 = 2, FLOAT8_GROUPS = 3 };
+// The codings of formats/scale_codings.py.
+enum { PLAIN, E8M0, E4M3, E4M3_DIVIDED, NESTED, K4, K2, K3, K6, IQ4_XS };
+// What is subtracted from codes of affine, or added to their products with the scale: half the range of codes, integer
+// zero points, those stored less 1, others, or a bias, or minima of the coding.
+enum { FIXED_ZERO, ZERO_POINT, ZERO_POINT_MINUS_1, FLOAT_ZERO_POINT, BIAS, MINIMA };
 
 // The description of a weight, the same in each call. `hf_trainweights/kernels/compiled.py` fills it in this order.
 typedef struct {
@@ -25,6 +33,12 @@ typedef struct {
     int32_t code_units;   // of uint, else 0: see words/uint.c
     int32_t zero_units;   // likewise
     int32_t codebook;     // whether codes of 4 bits are indices into the values of codebook4
+    int32_t family;       // of a format of other programs, else 0; group_size is then any multiple of 8, or 0
+    int32_t coding;       // of scales, of these formats; scale_dtype is that of plain ones
+    int32_t offset;       // of affine
+    int32_t zero_bits;    // bits of an integer zero point: bits, or 8 if they are bytes
+    int32_t rounds_each;  // whether the steps of dequantizing are rounded to the dtype
+    int32_t outer_count;  // outer scales of a row, of nested scales
 } Weight;
 
 typedef struct {
@@ -38,7 +52,15 @@ typedef struct {
     void *out;             // [M][N]
     const uint8_t *group_scale, *zero_point;  // for uint [N][G / 2], the first of two groups in the low bits;
                                               // codebook4 has group_scale alone: see scales.h
+    // Formats of other programs: zero_point may be floats or a bias instead.
+    const float *table, *global_scale, *nested_values, *outer_scale, *nested_offset;
+    const uint8_t *phase;
+    int64_t repeats;   // if set, each stored scale is that of so many groups
+    int table_digits;  // of the values of the table, as bytes/table.h holds them
 } Product;
+
+// The most stored tensors of a weight beside codes and scales.
+#define OTHERS 5
 
 // The alignment of scratch memory, in bytes.
 #define ALIGNMENT 64
@@ -73,6 +95,12 @@ void multiply_integers(const Product *p, int threads, int8_t *memory);
 void multiply_float8(const Product *p, int threads, int8_t *memory);
 void multiply_uint(const Product *p, int threads, int8_t *memory);
 
+// Whether float8.c reads a weight: groups of its own formats have one scale a row, and those of others full vectors.
+static inline int takes_float8(const Product *p) {
+    const Weight *w = &p->weight;
+    return w->family ? w->family == FLOAT8_GROUPS && w->group_size % 32 == 0 : !w->bits;
+}
+
 // Write row n of the weight to out from element `at` on, in the dtype of x. The scratch memory has `row_bytes`.
 int64_t row_bytes(const Product *p);
 void dequantize_row(const Product *p, int64_t n, int64_t at, int8_t *memory);
@@ -82,6 +110,27 @@ int64_t uint_row_bytes(const Product *p);
 const int16_t *write_uint_row(const Product *p, int64_t n, int64_t first, int64_t columns, int8_t *memory);
 void dequantize_uint_row(const Product *p, int64_t n, int64_t at, int8_t *memory);
 void dequantize_float8_row(const Product *p, int64_t n, int64_t at);
+
+// Formats of other programs, each row written as floats.
+int64_t imported_row_bytes(const Product *p);
+void dequantize_imported_row(const Product *p, int64_t n, int64_t at, int8_t *memory);
+int64_t imported_bytes(const Product *p, int threads);
+void multiply_imported(const Product *p, int threads, int8_t *memory);
+
+// Products of few tokens with them as bytes, where bytes/ is compiled.
+#if defined(__AVXVNNI__) || defined(__AVX512VNNI__) || defined(__ARM_NEON)
+// Return whether bytes/ multiplies, and if so, describe the groups as it takes them.
+int prepare_bytes(Product *p);
+int64_t bytes_in_fours(const Product *p);
+// Multiply any number of tokens, four at a time.
+void multiply_in_fours(const Product *p, int threads, int8_t *memory);
+#else
+static inline int prepare_bytes(Product *p) { return (void)p, 0; }
+static inline int64_t bytes_in_fours(const Product *p) { return (void)p, 0; }
+static inline void multiply_in_fours(const Product *p, int threads, int8_t *memory) {
+    (void)p, (void)threads, (void)memory;
+}
+#endif
 
 // Products of one to four tokens with uint2 to uint6 by an instruction of AVX2 that adds products of bytes in pairs.
 // Tests compile NEON's library with AVX2, so __ARM_NEON is asked too.

@@ -19,6 +19,7 @@ from exports.gguf_models import MODELS as EXPORTED
 from exports.gguf_models import build as build_exported
 from gguf import GGMLQuantizationType as Kind
 from imports.gguf.files import MODELS, Kinds, all_of, mixture, write_gguf
+from oldest_transformers import not_by_5_17
 from tiny_tokenizers import byte_level
 from transformers import (
     AutoModelForCausalLM,
@@ -268,6 +269,7 @@ def test_a_configuration_and_a_tokenizer_beside_the_file_win(place: str, source:
     assert len(AutoTokenizer.from_pretrained(out)) == 300
 
 
+@not_by_5_17("its tokenizer of a gemma3 file is one of SentencePiece alone")
 def test_the_text_part_is_taken_of_a_configuration_of_several_parts(source: Path, out: Path) -> None:
     model = quantized("gemma3", torch.float16, **MIXED, include_embeddings=True)
     export_gguf(model, source / "model.gguf", byte_level())

@@ -1,15 +1,19 @@
 // Products of one to four rows of x with integer codes. Each row of the weight is read once, in one stream. A vector of
 // codes is multiplied with the digits of every token while it is in a register. A span is as many columns as have their
 // products added up as integers, before a scale multiplies the sum. A step is the columns of one vector of codes.
+#include "../codings.h"
 #include "digits.h"
 #include "integers.h"
+#include "table.h"
 
 typedef struct {
     float *token_scales;    // [M]
     Integers *offset_sums;  // [spans][M][digits]: -offset * the sum of the digits. Sums of products begin with it,
                             // because codes are too large by the offset
-    float *group_sums;      // [padded G / LANES][M][LANES]: the same for each group, as one number
+    float *group_sums;      // [padded G / LANES][M][LANES]: the same for each group, as one number; for affine the sum
+                            // of the digits itself
     Integers *digits;       // [steps][M][digits][halves]: for nibbles, the first half has the even columns of a step
+    Table table;            // of table4
 } Tokens;
 
 // So many bytes of digits no longer stay in the first-level cache, and two rows of the weight are multiplied side by
@@ -24,32 +28,54 @@ typedef struct {
 // then knows, or of any number of steps.
 enum { WHOLE_ROW = -2, WITHIN = -1, SEVERAL = 0, ONE = 1, TWO = 2 };
 
-// The codes of so many columns fill a vector.
-#define COLUMNS_OF(BITS) (BYTES * 8 / (BITS))
-// The vectors of digits that belong to a vector of codes, for each token and digit.
-#define HALVES_OF(KIND) (8 / bits_of(KIND))
+// Whether codes lie in planes (formats/planes.py), 32 columns together.
+#define IN_PLANES(KIND) ((KIND) & AFFINE_CODES && bits_of(KIND) != 4 && bits_of(KIND) != 8)
+// The columns of a step: the codes of so many fill a vector, or their bytes do if they lie in planes.
+#define COLUMNS_OF(KIND) (!IN_PLANES(KIND) ? BYTES * 8 / bits_of(KIND) : BYTES < 32 ? 32 : BYTES)
+#define STEP_BYTES(KIND) (COLUMNS_OF(KIND) * bits_of(KIND) / 8)
+// The vectors of digits that belong to the codes of a step, for each token and digit.
+#define HALVES_OF(KIND) (COLUMNS_OF(KIND) / BYTES)
 
-static int64_t padded_length(const Product *p) { return round_up(p->weight.K, COLUMNS_OF(p->weight.bits)); }
+static int64_t padded_length(const Product *p) { return round_up(p->weight.K, COLUMNS_OF(kind_of(p))); }
 static int64_t padded_groups(const Product *p) { return round_up(groups_of(p), LANES); }
 
 // Return the columns of a span: those of a row with one scale, of a group, or of the groups within one vector.
 static int64_t span_columns(const Product *p) {
-    int64_t size = p->weight.group_size, columns = COLUMNS_OF(p->weight.bits);
+    int64_t size = p->weight.group_size, columns = COLUMNS_OF(kind_of(p));
     return !size ? padded_length(p) : size < columns ? columns : size;
 }
 
 static int64_t spans_of(const Product *p) { return padded_length(p) / span_columns(p); }
 
 static int span_of(const Product *p) {
-    int64_t size = p->weight.group_size, step = COLUMNS_OF(p->weight.bits);
+    int64_t size = p->weight.group_size, step = COLUMNS_OF(kind_of(p));
     if (!size) return WHOLE_ROW;
+    if (p->weight.family) return WITHIN;
     if (size < step || (size == step && p->weight.bits == 8)) return WITHIN;
     return size == step ? ONE : size == 2 * step && p->weight.digits > 1 ? TWO : SEVERAL;
 }
 
 // Return whether the offset of nibbles is subtracted for all groups of a row at once, in float32. That saves loads in
 // each step, and is as exact while the sums of a group have no more digits than float32.
-static inline int has_group_sums(int kind, int digits) { return kind == NIBBLES && digits < 3; }
+static inline int has_group_sums(int kind, int digits) {
+    return (kind == NIBBLES && digits < 3) || kind & AFFINE_CODES;
+}
+
+// Groups of columns of the largest power of two that divides a group, up to a step, lie within a step.
+int prepare_bytes(Product *p) {
+    Weight *w = &p->weight;
+    int64_t size = w->group_size ? w->group_size : w->K, divisor = size & -size;
+    if (w->family == FLOAT8_GROUPS || divisor < 8) return 0;
+    // NEON multiplies signed bytes alone.
+    if (w->bits == 8 && !BYTE_OFFSET) return 0;
+    p->table_digits = p->table ? table_of(p->table).digits : 1;
+    if (p->table_digits == 0 || (p->table_digits == 2 && w->digits == 3)) return 0;
+    // Zero points and offsets are subtracted from a sum that is many times as large, which costs float32 too many bits.
+    if (w->family == AFFINE && w->digits == 3) return 0;
+    w->group_size = least(divisor, COLUMNS_OF(kind_of(p)));
+    p->repeats = size / w->group_size;
+    return 1;
+}
 
 int64_t few_rows_bytes(const Product *p) {
     int64_t vectors = p->M * p->weight.digits;
@@ -76,19 +102,31 @@ static void split_columns(Integers step[2]) {
     memcpy(step + 1, odd, BYTES);
 }
 
+// Put even lanes before odd ones, so that each lane of both vectors holds an equal share of neighbouring columns.
+static inline __attribute__((always_inline)) void split_lanes(Integers step[2]) {
+    Integers even = step[0], odd = step[0];
+    _Pragma("GCC unroll 16") for (int i = 0; i < LANES; i++) {
+        even[i] = step[2 * i / LANES][2 * i % LANES];
+        odd[i] = step[2 * i / LANES][2 * i % LANES + 1];
+    }
+    step[0] = even;
+    step[1] = odd;
+}
+
 // Write the digits of a step of token m, and add the digits of each four columns to `sums`.
 static inline void write_step(const Product *p, const Tokens *tokens, int64_t m, int64_t k, Floats per_unit,
                               Integers sums[3]) {
     const Weight *w = &p->weight;
     const char *x = (const char *)p->x + m * w->K * itemsize(w->dtype);
-    int64_t columns = COLUMNS_OF(w->bits), halves = HALVES_OF(w->bits), digits = w->digits;
+    int64_t columns = COLUMNS_OF(kind_of(p)), halves = HALVES_OF(kind_of(p)), digits = w->digits;
     Integers *step = tokens->digits + (k / columns * p->M + m) * digits * halves, digit_vectors[3];
     for (int half = 0; half < halves; half++) {
         write_digits(x, w->dtype, k + half * BYTES, w->K, per_unit, (int)digits, digit_vectors);
         for (int d = 0; d < digits; d++) step[d * halves + half] = digit_vectors[d];
     }
     for (int d = 0; d < digits; d++) {
-        if (halves == 2) split_columns(step + d * halves);
+        if (w->bits == 4) split_columns(step + d * halves);
+        else if (halves == 2) split_lanes(step + d * halves);
         for (int half = 0; half < halves; half++)
             sums[d] = add_products_of_bytes(sums[d], all_bytes(1), step[d * halves + half]);
     }
@@ -108,8 +146,9 @@ static void write_group_sums(const Product *p, const Tokens *tokens, int64_t m, 
 
 static void write_token(const Product *p, const Tokens *tokens, int64_t m) {
     const Weight *w = &p->weight;
-    int64_t columns = span_columns(p), step = COLUMNS_OF(w->bits), offset = offset_of(kind_of(p));
+    int64_t columns = span_columns(p), step = COLUMNS_OF(kind_of(p)), offset = offset_of(kind_of(p));
     float top = largest_magnitude((const char *)p->x + m * w->K * itemsize(w->dtype), w->dtype, w->K);
+    int has_sums = (kind_of(p) & AFFINE_CODES) != 0;
     Floats per_unit = all_floats(1 / unit_of(top, w->digits));
     tokens->token_scales[m] = top / 127;
     for (int64_t g = 0; g < padded_groups(p); g += LANES)
@@ -118,7 +157,9 @@ static void write_token(const Product *p, const Tokens *tokens, int64_t m) {
         Integers sums[3] = {all_integers(0), all_integers(0), all_integers(0)};
         for (int64_t k = 0; k < columns; k += step) write_step(p, tokens, m, span * columns + k, per_unit, sums);
         for (int d = 0; d < w->digits; d++)
-            tokens->offset_sums[(span * p->M + m) * w->digits + d] = sums[d] *= (int32_t)-offset;
+            tokens->offset_sums[(span * p->M + m) * w->digits + d] = sums[d] *= (int32_t)(has_sums ? 1 : -offset);
+        // Second digits of a table are multiplied with first digits of x.
+        if (kind_of(p) == WIDE_TABLE) tokens->offset_sums[(span * p->M + m) * w->digits + 1] += sums[0];
         if (has_group_sums(kind_of(p), w->digits))
             write_group_sums(p, tokens, m, span, join_digits(sums, w->digits));
     }
@@ -127,34 +168,59 @@ static void write_token(const Product *p, const Tokens *tokens, int64_t m) {
 // A row of the weight, or two that are multiplied side by side.
 typedef struct {
     const uint8_t *codes[PAIR];
-    const float *scale;  // [rows][scale_length]
+    const float *scale;  // [rows][scales]: those of groups, and behind scale_length offsets of affine
     int64_t scales;      // the distance of the scales of two rows
+    const Table *table;
 } Rows;
+
+// Load the codes of a step as vectors of bytes, as many as there are halves.
+static inline __attribute__((always_inline)) void load_step(const uint8_t *codes, int kind, Integers loaded[2]) {
+    if (IN_PLANES(kind)) {
+        for (int half = 0; half < HALVES_OF(kind); half++)
+            loaded[half] = load_planes(codes, bits_of(kind), half * BYTES);
+        if (HALVES_OF(kind) == 2) split_lanes(loaded);
+        return;
+    }
+    Integers bytes = load_bytes(codes, BYTES);
+    if (bits_of(kind) == 4) bytes = loaded_once(bytes);
+    loaded[0] = bytes;
+    if (kind == BYTE_CODES) loaded[0] = bytes ^ all_bytes(BYTE_OFFSET);
+    if (bits_of(kind) == 4) loaded[0] = bytes & all_bytes(0x0f);
+    loaded[1] = bytes >> 4 & all_bytes(0x0f);
+}
 
 // Multiply a vector of codes of each row with the digits of a step, and add the products to `products`.
 static inline __attribute__((always_inline)) void add_products(const Rows *pair, int64_t at, const Integers *digits,
                                                                int rows, int vectors, int kind,
                                                                Integers products[PAIR][FEW_ROWS * 3]) {
     const int halves = HALVES_OF(kind);
-    Integers loaded[PAIR][2];
+    Integers loaded[PAIR][2], seconds[PAIR][2];
     for (int row = 0; row < rows; row++) {
         fetch_ahead(pair->codes[row] + at);
-        Integers bytes = load_bytes(pair->codes[row] + at, BYTES);
-        if (kind != BYTE_CODES) bytes = loaded_once(bytes);
-        loaded[row][0] = kind == BYTE_CODES ? bytes ^ all_bytes(BYTE_OFFSET) : bytes & all_bytes(0x0f);
-        loaded[row][1] = bytes >> 4 & all_bytes(0x0f);
-        for (int half = 0; kind == INDEXES && half < 2; half++) loaded[row][half] = values_of(loaded[row][half]);
+        load_step(pair->codes[row] + at, kind, loaded[row]);
+        for (int half = 0; half < halves; half++) {
+            if (kind == WIDE_TABLE) seconds[row][half] = looked_up(pair->table->values[1], loaded[row][half]);
+            if (kind == INDEXES) loaded[row][half] = values_of(loaded[row][half]);
+            if (kind == TABLE || kind == WIDE_TABLE)
+                loaded[row][half] = looked_up(pair->table->values[0], loaded[row][half]);
+        }
     }
     for (int half = 0; half < halves; half++)
         for (int i = 0; i < vectors; i++)
-            for (int row = 0; row < rows; row++)
-                products[row][i] =
-                    add_products_of_bytes(products[row][i], loaded[row][half], digits[i * halves + half]);
+            for (int row = 0; row < rows; row++) {
+                Integers *sum = &products[row][i];
+                *sum = add_products_of_bytes(*sum, loaded[row][half], digits[i * halves + half]);
+                if (kind == WIDE_TABLE && i % 2)
+                    *sum = add_products_of_bytes(*sum, seconds[row][half], digits[(i - 1) * halves + half]);
+            }
 }
 
-// Copy the last bytes of a row, which fill no vector. Zeros follow them.
-static __attribute__((noinline)) const uint8_t *copy_tail(const uint8_t *from, int64_t bytes, uint8_t tail[BYTES]) {
-    memset(tail, 0, BYTES);
+// The most bytes of a step.
+#define TAIL_BYTES (BYTES < 32 ? 32 : BYTES)
+
+// Copy the last bytes of a row, which fill no step. Zeros follow them.
+static __attribute__((noinline)) const uint8_t *copy_tail(const uint8_t *from, int64_t bytes, uint8_t *tail) {
+    memset(tail, 0, TAIL_BYTES);
     return memcpy(tail, from, bytes);
 }
 
@@ -166,7 +232,7 @@ static inline __attribute__((always_inline)) void add_whole_row(const Rows *of, 
     const int vectors = M * digits, step = vectors * HALVES_OF(kind);
     Integers products[PAIR][FEW_ROWS * 3], others[PAIR][FEW_ROWS * 3];
     Rows pair = *of;
-    uint8_t tails[PAIR][BYTES];
+    uint8_t tails[PAIR][TAIL_BYTES];
     int64_t at = 0;
     for (int row = 0; row < rows; row++)
         for (int i = 0; i < vectors; i++) {
@@ -199,7 +265,7 @@ static inline __attribute__((always_inline)) void add_span(const Rows *pair, int
         for (int i = 0; i < vectors; i++)
             products[row][i] = has_group_sums(kind, digits) ? all_integers(0) : offset_sums[i];
     for (int64_t i = 0; i < steps; i++)
-        add_products(pair, at + i * BYTES, x + i * step, rows, vectors, kind, products);
+        add_products(pair, at + i * STEP_BYTES(kind), x + i * step, rows, vectors, kind, products);
     for (int row = 0; row < rows; row++) {
         const float *scale = pair->scale + row * pair->scales + scale_at;
         Floats factors = span == WITHIN ? permuted(*(const Floats *)scale, lanes) : all_floats(*scale);
@@ -216,15 +282,15 @@ static inline __attribute__((always_inline)) void add_groups(const Rows *of, con
                                                              Floats totals[PAIR][FEW_ROWS]) {
     const int vectors = M * digits;
     // Groups within a vector have several scales, each for equally many lanes of the sums.
-    const int64_t columns = COLUMNS_OF(bits_of(kind)), groups = span == WITHIN ? columns / size : 1;
+    const int64_t columns = COLUMNS_OF(kind), groups = span == WITHIN ? columns / size : 1;
     const int64_t steps = span == SEVERAL ? size / columns : span == TWO ? 2 : 1;
     const Integers lanes = lane_numbers() >> __builtin_ctzll(LANES / groups);
     Rows pair = *of;
-    uint8_t tails[PAIR][BYTES];
+    uint8_t tails[PAIR][TAIL_BYTES];
     int64_t at = 0, scale_at = 0;
     for (int row = 0; row < rows; row++)
         for (int m = 0; m < M; m++) totals[row][m] = all_floats(0);
-    for (; at + steps * BYTES <= bytes; at += steps * BYTES, scale_at += groups) {
+    for (; at + steps * STEP_BYTES(kind) <= bytes; at += steps * STEP_BYTES(kind), scale_at += groups) {
         add_span(&pair, at, x, offset_sums, scale_at, lanes, steps, rows, M, digits, kind, span, totals);
         x += steps * vectors * HALVES_OF(kind);
         offset_sums += vectors;
@@ -235,21 +301,45 @@ static inline __attribute__((always_inline)) void add_groups(const Rows *of, con
     }
 }
 
-// Add the scales of all groups times the sums of x there.
+// Add the scales, or the offsets, of all groups times the sums of x there.
 static inline __attribute__((always_inline)) void add_group_sums(const Rows *pair, const float *group_sums, int64_t G,
-                                                                 int rows, int M, Floats totals[PAIR][FEW_ROWS]) {
+                                                                 int64_t offsets, int rows, int M,
+                                                                 Floats totals[PAIR][FEW_ROWS]) {
     for (int64_t g = 0; g < G; g += LANES, group_sums += M * LANES)
         for (int row = 0; row < rows; row++) {
-            Floats factors = *(const Floats *)(pair->scale + row * pair->scales + g);
+            Floats factors = *(const Floats *)(pair->scale + row * pair->scales + offsets + g);
             for (int m = 0; m < M; m++)
                 totals[row][m] =
                     multiply_add(*(const Floats *)(group_sums + m * LANES), factors, totals[row][m]);
         }
 }
 
+// Let each number stand `repeats` times, and zeros behind them.
+static void repeat(float *numbers, int64_t count, int64_t repeats, int64_t padded) {
+    for (int64_t i = repeats > 1 ? count - 1 : -1; i >= 0; i--)
+        for (int64_t copy = 0; copy < repeats; copy++) numbers[i * repeats + copy] = numbers[i];
+    for (int64_t i = count * repeats; i < padded; i++) numbers[i] = 0;
+}
+
+// Write the scales of a row of a format of another program, and for affine its offsets, with zero points in them.
+static void write_groups_of_row(const Product *p, int64_t n, float *to) {
+    int64_t length = scale_length(p), G = coded_groups(p);
+    Groups groups = {.scale = to, .offset = to + length, .zero = to + 2 * length};
+    write_groups(p, n, groups);
+    if (has_zeros(&p->weight))
+        for (int64_t g = 0; g < G; g += LANES)
+            *(Floats *)(groups.offset + g) = -*(Floats *)(groups.zero + g) * *(Floats *)(groups.scale + g);
+    repeat(groups.scale, G, p->repeats, length);
+    if (p->weight.family == AFFINE) repeat(groups.offset, G, p->repeats, length);
+}
+
+// Return the floats that the scales of a row take, with its offsets and zero points.
+static int64_t numbers_length(const Product *p) { return scale_length(p) * (p->weight.family ? 3 : 1); }
+
 // Compiled once, and not in each function below.
 static __attribute__((noinline)) void write_scales_of_row(const Product *p, int64_t n, float *to) {
-    write_scales(p, n, scale_length(p), to);
+    if (p->weight.family) write_groups_of_row(p, n, to);
+    else write_scales(p, n, scale_length(p), to);
 }
 
 // Fill the sums of as many rows of a block as `rows` divides, and return their number.
@@ -257,9 +347,10 @@ static inline __attribute__((always_inline)) int64_t multiply_rows(const Product
                                                                    int64_t first, int64_t count, float *scale,
                                                                    int rows, int M, int digits, int kind, int span,
                                                                    float results[FEW_ROWS][LANES]) {
-    int64_t bytes = p->weight.K * bits_of(kind) >> 3, size = p->weight.group_size, scales = scale_length(p), n = 0;
+    int64_t bytes = p->weight.K * bits_of(kind) >> 3, size = p->weight.group_size, scales = numbers_length(p), n = 0;
+    int64_t offsets = kind & AFFINE_CODES ? scale_length(p) : 0;
     for (; n + rows <= count; n += rows) {
-        Rows pair = {.scale = scale, .scales = scales};
+        Rows pair = {.scale = scale, .scales = scales, .table = &tokens->table};
         Floats totals[PAIR][FEW_ROWS];
         for (int row = 0; row < rows; row++) {
             pair.codes[row] = row_of(p, first + n + row);
@@ -269,7 +360,8 @@ static inline __attribute__((always_inline)) int64_t multiply_rows(const Product
             add_whole_row(&pair, tokens->digits, tokens->offset_sums, bytes, rows, M, digits, kind, totals);
         else
             add_groups(&pair, tokens->digits, tokens->offset_sums, bytes, size, rows, M, digits, kind, span, totals);
-        if (has_group_sums(kind, digits)) add_group_sums(&pair, tokens->group_sums, groups_of(p), rows, M, totals);
+        if (has_group_sums(kind, digits))
+            add_group_sums(&pair, tokens->group_sums, groups_of(p), offsets, rows, M, totals);
         for (int row = 0; row < rows; row++)
             for (int m = 0; m < M; m++) results[m][n + row] = sum_of(totals[row][m]);
     }
@@ -293,12 +385,18 @@ typedef int64_t (*MultiplyRows)(const Product *, const Tokens *, int64_t, int64_
     DO(1, 1, __VA_ARGS__) DO(1, 2, __VA_ARGS__) DO(1, 3, __VA_ARGS__) DO(1, 4, __VA_ARGS__)                     \
     DO(2, 1, __VA_ARGS__) DO(2, 2, __VA_ARGS__) DO(2, 3, __VA_ARGS__) DO(2, 4, __VA_ARGS__)
 #define FOR_DIGITS(DO, ...) FOR_TOKENS(DO, 2, __VA_ARGS__) FOR_TOKENS(DO, 3, __VA_ARGS__)
+#define FOR_SINGLE(DO, DIGITS, KIND)                                                                            \
+    DO(1, 1, DIGITS, KIND, WITHIN) DO(1, 2, DIGITS, KIND, WITHIN) DO(1, 3, DIGITS, KIND, WITHIN)                \
+    DO(1, 4, DIGITS, KIND, WITHIN)
 #define FOR_ALL(DO)                                                                                             \
     FOR_DIGITS(DO, NIBBLES, WITHIN) FOR_DIGITS(DO, NIBBLES, ONE) FOR_LONG_GROUPS(DO)                            \
     FOR_DIGITS(DO, INDEXES, WITHIN) FOR_INDEXES_OF_ONE(DO)                                                      \
     FOR_DIGITS(DO, BYTE_CODES, WITHIN) FOR_DIGITS(DO, BYTE_CODES, TWO) FOR_DIGITS(DO, BYTE_CODES, SEVERAL)      \
     FOR_DIGITS(DO, BYTE_CODES, WHOLE_ROW) FOR_TOKENS(DO, 1, BYTE_CODES, WITHIN)                                 \
-    FOR_TOKENS(DO, 1, BYTE_CODES, SEVERAL) FOR_TOKENS(DO, 1, BYTE_CODES, WHOLE_ROW)
+    FOR_TOKENS(DO, 1, BYTE_CODES, SEVERAL) FOR_TOKENS(DO, 1, BYTE_CODES, WHOLE_ROW)                             \
+    FOR_TOKENS(DO, 2, CODES4, WITHIN) FOR_DIGITS(DO, TABLE, WITHIN) FOR_TOKENS(DO, 2, WIDE_TABLE, WITHIN)       \
+    FOR_SINGLE(DO, 2, CODES2) FOR_SINGLE(DO, 2, CODES3) FOR_SINGLE(DO, 2, CODES5) FOR_SINGLE(DO, 2, CODES6)     \
+    FOR_SINGLE(DO, 2, CODES8)
 // Groups of nibbles have 32, 64 or 128 columns, and those of codebook4 have 32.
 #if BYTES == 64
 #define FOR_LONG_GROUPS(DO)
@@ -323,12 +421,12 @@ static MultiplyRows function_of(const Product *p, int rows) {
 static void multiply_block(const Product *p, const Tokens *tokens, MultiplyRows single, MultiplyRows paired,
                            int64_t first, int64_t count) {
     const Weight *w = &p->weight;
-    float results[FEW_ROWS][LANES], scale[PAIR * scale_length(p)];
+    float results[FEW_ROWS][LANES], scale[PAIR * numbers_length(p)];
     int64_t n = paired ? paired(p, tokens, first, count, scale, results) : 0;
     float(*rest)[LANES] = (float(*)[LANES])(results[0] + n);
     if (n < count) single(p, tokens, first + n, count - n, scale, rest);
     Floats bias = p->bias ? load_floats(p->bias, w->dtype, first, count) : all_floats(0);
-    Floats scales = w->group_size ? all_floats(1) : load_floats(p->scale, w->scale_dtype, first, count);
+    Floats scales = w->group_size ? all_floats(tokens->table.unit) : load_floats(p->scale, w->scale_dtype, first, count);
     for (int64_t m = 0; m < p->M; m++) {
         Floats factors = scales * all_floats(tokens->token_scales[m]);
         store_floats(p->out, w->dtype, m * w->N + first, count, multiply_add(*(Floats *)results[m], factors, bias));
@@ -337,6 +435,7 @@ static void multiply_block(const Product *p, const Tokens *tokens, MultiplyRows 
 
 void multiply_few_rows(const Product *p, int threads, int8_t *memory) {
     Tokens tokens = tokens_at(p, memory);
+    tokens.table = p->weight.family == TABLE4 ? table_of(p->table) : (Table){.unit = 1};
     int64_t vectors = p->M * p->weight.digits;
     int is_paired = vectors * padded_length(p) >= PAIRED_BYTES && PAIR * vectors <= SUMS;
     MultiplyRows single = function_of(p, 1), paired = is_paired ? function_of(p, PAIR) : NULL;
@@ -344,4 +443,26 @@ void multiply_few_rows(const Product *p, int threads, int8_t *memory) {
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int64_t n = 0; n < p->weight.N; n += LANES)
         multiply_block(p, &tokens, single, paired, n, least(LANES, p->weight.N - n));
+}
+
+// Return the product of up to four tokens from `token` on.
+static Product four_of(const Product *p, int64_t token) {
+    const Weight *w = &p->weight;
+    Product four = *p;
+    four.M = least(FEW_ROWS, p->M - token);
+    four.x = (const char *)p->x + token * w->K * itemsize(w->dtype);
+    four.out = (char *)p->out + token * w->N * itemsize(w->dtype);
+    return four;
+}
+
+int64_t bytes_in_fours(const Product *p) {
+    Product four = four_of(p, 0);
+    return few_rows_bytes(&four);
+}
+
+void multiply_in_fours(const Product *p, int threads, int8_t *memory) {
+    for (int64_t token = 0; token < p->M; token += FEW_ROWS) {
+        Product four = four_of(p, token);
+        multiply_few_rows(&four, threads, memory);
+    }
 }

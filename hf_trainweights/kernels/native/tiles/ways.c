@@ -48,7 +48,7 @@ static Way way_of_others(const Product *p) {
 }
 
 static Way way_of(const Product *p) {
-    if (p->M <= FEW_ROWS || !IS_GRANTED) return NO_WAY;
+    if (p->weight.family || p->M <= FEW_ROWS || !IS_GRANTED) return NO_WAY;
     if (has_other_codes(p)) return way_of_others(p);
 #ifdef __AVX512BF16__
     if (are_widened(p) && fits(p, 32)) return WIDENED;
