@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_trainweights.cache.states import CachedStates
+from hf_trainweights.cache.programs import STORE_TOKENS, number_layer
+from hf_trainweights.cache.states import CachedStates, attend_to_stores, states_in_program
 from hf_trainweights.cache.stores import FloatStore, IntegerStore, Store, distinct_tokens
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.kernels.tokens import BLOCK_TOKENS
@@ -42,10 +43,27 @@ class KVLayer(CacheLayerMixin):
 
     def _clear(self) -> None:
         # Keys, then values; nothing before the first token.
-        self.stores: tuple[Store, ...] = ()
+        self.stores = ()
         self.dropped = 0
         self.dtype = torch.float32
         self.is_initialized = False
+
+    @property
+    def stores(self) -> tuple[Store, ...]:
+        """The keys, then the values; nothing before the first token."""
+        return self._stores
+
+    @stores.setter
+    def stores(self, stores: tuple[Store, ...]) -> None:
+        self._stores = stores
+        # The number by which programs find this layer; None while they leave it to `_update_now`.
+        is_in_programs = bool(stores) and all(isinstance(store, IntegerStore) for store in stores)
+        self._number = number_layer(self) if is_in_programs and stores[0].device.type == "cpu" else None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # A copy is another layer.
+        self.stores = self._stores
 
     @property
     def length(self) -> int:
@@ -80,8 +98,6 @@ class KVLayer(CacheLayerMixin):
         )
         self.is_initialized = True
 
-    # The decorator has no type for its result.
-    @torch.compiler.disable
     def update(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -94,14 +110,52 @@ class KVLayer(CacheLayerMixin):
         Raises:
             ConfigError: The batch, the heads or the columns are others than those of the stored tokens.
         """
+        if torch.compiler.is_dynamo_compiling() and self._is_in_programs():
+            return self._update_in_program(key_states, value_states)
+        return self._update_now(key_states, value_states)
+
+    def _is_in_programs(self) -> bool:
+        return self._number is not None and not torch.is_grad_enabled() and not self._forgets()
+
+    def _update_in_program(self, *states: Tensor) -> tuple[Tensor, Tensor]:
+        """Store tokens by an op of the program that is traced."""
+        before, number = self.length, self._number
+        first, stop = self._first_of(before), before + states[0].shape[2]
+        order = STORE_TOKENS(*states, number, before)
+        for store in self._stores:
+            store.length = stop
+        dtype = str(self.dtype).removeprefix("torch.")
+        keys, values = (
+            states_in_program(order, number, index == 1, (x.shape[0], x.shape[1], x.shape[3]), first, stop, dtype)
+            for index, x in enumerate(states)
+        )
+        return keys, values
+
+    def store_at(self, at: int, *states: Tensor) -> None:
+        """Store tokens behind the first `at` ones, for the op of a program."""
+        self._require_same_sizes(*states)
+        for store, x in zip(self._stores, states, strict=True):
+            store.length = at
+            store.append(x)
+
+    def attend(self, query: Tensor, tokens: slice, mask: Tensor | None, is_causal: bool, scaling: float) -> Tensor:
+        """Attend to some tokens, for the op of a program."""
+        keys, values = self._stores
+        assert isinstance(keys, IntegerStore)
+        assert isinstance(values, IntegerStore)
+        return attend_to_stores(query, keys, values, tokens, mask, is_causal, scaling)
+
+    # The decorator has no type for its result.
+    @torch.compiler.disable
+    def _update_now(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         if self.length == 0:
             self._clear()
             self.lazy_initialization(key_states, value_states)
         self._require_same_sizes(key_states, value_states)
-        if self.window is not None and not self.record_past:
-            self._forget_before(self.window)
+        if self._forgets():
+            self._forget()
         count, before = key_states.shape[2], self.length
-        first = 0 if self.window is None else max(0, before - self.window + 1)
+        first = self._first_of(before)
         if self._waits and before + count >= LEAST_TOKENS:
             return self._quantize(first, key_states, value_states)
         both = list(zip(self.stores, (key_states, value_states), strict=True))
@@ -152,14 +206,24 @@ class KVLayer(CacheLayerMixin):
         )
         return keys, values
 
-    def _forget_before(self, window: int) -> None:
-        """Drop tokens that no query attends to any more, once there are as many as the window has."""
-        if self.length > 2 * (window + _SLACK_TOKENS):
-            # A multiple of 16, because codes lie in blocks of so many tokens.
-            first = (self.length - window - _SLACK_TOKENS) // BLOCK_TOKENS * BLOCK_TOKENS
-            for store in self.stores:
-                store.drop(first)
-            self.dropped += first
+    def _first_of(self, before: int) -> int:
+        """Return the first token that the next one attends to, behind `before` tokens."""
+        return 0 if self.window is None else max(0, before - self.window + 1)
+
+    def _forgets(self) -> bool:
+        """Return whether as many tokens as the window has are attended to no more."""
+        if self.window is None or self.record_past:
+            return False
+        return self.length > 2 * (self.window + _SLACK_TOKENS)
+
+    def _forget(self) -> None:
+        """Drop the tokens that no query attends to any more."""
+        assert self.window is not None
+        # A multiple of 16, because codes lie in blocks of so many tokens.
+        first = (self.length - self.window - _SLACK_TOKENS) // BLOCK_TOKENS * BLOCK_TOKENS
+        for store in self.stores:
+            store.drop(first)
+        self.dropped += first
 
     def activate_past_recording(self) -> None:
         """Keep all tokens until `crop` says which are wanted."""

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_trainweights.cache.programs import ProgramStore
 from hf_trainweights.cache.stores import IntegerStore
 from hf_trainweights.kernels import compiled
 from hf_trainweights.kernels.attention import attend
@@ -28,14 +29,15 @@ class CachedStates(Tensor):
     that repeat the heads of keys for their query heads first do so without a copy, too.
 
     Args:
-        store: The tokens.
+        store: The tokens; a `ProgramStore` while a program is traced.
         first: The first of them that counts.
         dtype: The dtype that the tensor shows.
         repeats: How often each head stands in the tensor.
         is_expanded: Whether the repeats are a dimension of their own, behind the heads.
+        stop: The end of the tokens that count; by default all are read.
     """
 
-    _store: IntegerStore
+    _store: IntegerStore | ProgramStore
     _tokens: slice
     _repeats: int
     _is_expanded: bool
@@ -43,7 +45,7 @@ class CachedStates(Tensor):
     @staticmethod
     def __new__(
         cls,
-        store: IntegerStore,
+        store: IntegerStore | ProgramStore,
         first: int,
         dtype: torch.dtype,
         repeats: int = 1,
@@ -51,30 +53,30 @@ class CachedStates(Tensor):
         stop: int | None = None,
     ) -> CachedStates:
         """Make the tensor."""
-        (batch, heads, columns), stop = store.shape, store.length if stop is None else stop
+        batch, heads, columns = store.shape
+        if stop is None:
+            assert isinstance(store, IntegerStore)
+            stop = store.length
         tail = (stop - first, columns)
         shape = (batch, heads, repeats, *tail) if is_expanded else (batch, heads * repeats, *tail)
-        device = store.stored.codes.device
-        states: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        states: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=store.device)
         states._store, states._tokens = store, slice(first, stop)
         states._repeats, states._is_expanded = repeats, is_expanded
         return states
 
     def __repr__(self, **kwargs: Any) -> str:
-        bits = self._store.stored.form.bits
-        return f"CachedStates(shape={tuple(self.shape)}, dtype={self.dtype}, {bits} bits)"
+        return f"CachedStates(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def dequantize(self) -> Tensor:
         """Return the floats."""
-        tokens = self._tokens
-        dense = self._store.stored.load(tokens.start, tokens.stop - tokens.start, self.dtype)
+        dense = self._store.load(self._tokens.start, self.dtype, self._tokens.stop)
         if self._is_expanded:
             return dense[:, :, None].expand(-1, -1, self._repeats, -1, -1)
         return dense.repeat_interleave(self._repeats, 1) if self._repeats > 1 else dense
 
     def _repeated(self, repeats: int, is_expanded: bool) -> CachedStates:
         tokens = self._tokens
-        return CachedStates(self._store, tokens.start, self.dtype, repeats, is_expanded, tokens.stop)
+        return type(self)(self._store, tokens.start, self.dtype, repeats, is_expanded, tokens.stop)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -118,7 +120,6 @@ def _dequantized(value: Any) -> Any:
     return value
 
 
-@torch.compiler.disable
 def _attend(
     query: Tensor,
     key: Tensor,
@@ -131,13 +132,12 @@ def _attend(
 ) -> Tensor:
     """Attend as `F.scaled_dot_product_attention` does: by the codes where that takes less time, else by floats."""
     if isinstance(key, CachedStates) and isinstance(value, CachedStates):
-        has_gradient, heads = torch.is_grad_enabled() and query.requires_grad, key._store.shape[1]
+        keys, values, heads = key._store, value._store, key._store.shape[1]
+        has_gradient = torch.is_grad_enabled() and query.requires_grad
         fits = query.dim() == 4 and query.shape[1] % heads == 0 and key._tokens == value._tokens
-        most_rows = most_attention_rows(compiled.instructions() or "")
-        is_short = fits and query.shape[1] // heads * query.shape[2] <= most_rows
-        if is_short and not (has_gradient or dropout_p or is_causal):
+        if fits and not (has_gradient or dropout_p):
             scaling = query.shape[-1] ** -0.5 if scale is None else scale
-            out = attend(query, key._store.stored, value._store.stored, key._tokens, scaling, attn_mask)
+            out = _attend_to_codes(query, keys, values, key._tokens, attn_mask, is_causal, scaling)
             if out is not None:
                 return out
         # PyTorch repeats the heads of keys without a copy.
@@ -145,3 +145,89 @@ def _attend(
         key, value = key._repeated(1, False), value._repeated(1, False)
     dense = _dequantized(query), _dequantized(key), _dequantized(value)
     return _attention(*dense, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _attend_to_codes(
+    query: Tensor,
+    keys: IntegerStore | ProgramStore,
+    values: IntegerStore | ProgramStore,
+    tokens: slice,
+    mask: Tensor | None,
+    is_causal: bool,
+    scaling: float,
+) -> Tensor | None:
+    """Return the attention by the op of programs or by the compiled library, or None if the library does not serve."""
+    if isinstance(keys, ProgramStore):
+        same_layer = isinstance(values, ProgramStore) and values.number is keys.number
+        return keys.attend(query, values, tokens, mask, is_causal, scaling) if same_layer else None
+    assert isinstance(values, IntegerStore)
+    most_rows = most_attention_rows(compiled.instructions() or "")
+    if is_causal or query.shape[1] // keys.shape[1] * query.shape[2] > most_rows:
+        return None
+    return attend(query, keys.stored, values.stored, tokens, scaling, mask)
+
+
+def attend_to_stores(
+    query: Tensor,
+    keys: IntegerStore,
+    values: IntegerStore,
+    tokens: slice,
+    mask: Tensor | None,
+    is_causal: bool,
+    scaling: float,
+) -> Tensor:
+    """Attend to some tokens of a layer as `F.scaled_dot_product_attention` does.
+
+    Args:
+        query: `[batch, query heads, rows, columns]`; the heads of the keys divide the query heads.
+        keys: The keys of the layer.
+        values: Its values.
+        tokens: The tokens that count, from `start` to `stop`.
+        mask: As for PyTorch.
+        is_causal: Likewise.
+        scaling: The factor of the scores.
+
+    Returns:
+        `[batch, query heads, rows, columns]` in the dtype of the query.
+    """
+    states = [CachedStates(store, tokens.start, query.dtype, stop=tokens.stop) for store in (keys, values)]
+    return _attend(query, states[0], states[1], mask, 0.0, is_causal, scaling)
+
+
+class _ProgramStates(CachedStates):
+    """Stored keys or values in a program that is traced. Dynamo takes a tensor that can be taken apart."""
+
+    _store: ProgramStore
+
+    @property
+    def order(self) -> Tensor:
+        """The result of the op that stored the tokens."""
+        return self._store.order
+
+    @property
+    def number(self) -> Tensor:
+        """The number of the layer."""
+        return self._store.number
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """Name the attributes that are tensors, and describe the rest."""
+        tokens = self._tokens
+        rest = self._store.is_value, self._store.shape, tokens.start, tokens.stop, self.dtype
+        return ["order", "number"], (*rest, self._repeats, self._is_expanded)
+
+    @staticmethod
+    def __tensor_unflatten__(tensors: dict[str, Tensor], rest: Any, size: Any, stride: Any) -> _ProgramStates:
+        """Make the tensor again."""
+        del size, stride
+        is_value, shape, first, stop, dtype, repeats, is_expanded = rest
+        store = ProgramStore(tensors["order"], tensors["number"], is_value, shape)
+        return _ProgramStates(store, first, dtype, repeats, is_expanded, stop)
+
+
+@torch.compiler.allow_in_graph
+def states_in_program(
+    order: Tensor, number: Tensor, is_value: bool, shape: tuple[int, int, int], first: int, stop: int, dtype: str
+) -> CachedStates:
+    """Return the stored keys or values of a layer; an op of programs before they are compiled."""
+    store = ProgramStore(order, number, is_value, shape)
+    return _ProgramStates(store, first, getattr(torch, dtype), stop=stop)

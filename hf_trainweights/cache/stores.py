@@ -108,6 +108,11 @@ class IntegerStore:
         return self.stored.codes.shape[0], self.stored.codes.shape[1], self.stored.form.columns
 
     @property
+    def device(self) -> torch.device:
+        """The device of the codes."""
+        return self.stored.codes.device
+
+    @property
     def stored_bytes(self) -> int:
         """The bytes of all room, used or not."""
         stored = self.stored
@@ -121,9 +126,9 @@ class IntegerStore:
         self.stored.store(x, self.length)
         self.length += x.shape[2]
 
-    def load(self, first: int, dtype: torch.dtype) -> Tensor:
-        """Return the tokens from `first` on as floats."""
-        return self.stored.load(first, self.length - first, dtype)
+    def load(self, first: int, dtype: torch.dtype, stop: int | None = None) -> Tensor:
+        """Return the tokens from `first` on, or up to `stop`, as floats."""
+        return self.stored.load(first, (self.length if stop is None else stop) - first, dtype)
 
     def select(self, index: Tensor) -> None:
         """Put the sequences of the batch at these positions in the place of all."""
