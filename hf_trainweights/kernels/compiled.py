@@ -209,9 +209,7 @@ class Product:
         memory = SCRATCH.take("compiled", self.library.dequantized_bytes(self._address, threads)).data_ptr()
         groups_at = [tensor.data_ptr() for tensor in groups]
         pointers = (qdata.data_ptr(), scale.data_ptr(), out.data_ptr())
-        self.library.dequantize(
-            self._address, *pointers, first, count, threads, memory, *[*groups_at, *_NONE][:OTHERS]
-        )
+        self.library.dequantize(self._address, *pointers, first, count, threads, memory, *[*groups_at, *_NONE][:OTHERS])
         return out
 
 
