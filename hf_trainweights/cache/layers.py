@@ -57,11 +57,11 @@ class KVLayer(CacheLayerMixin):
     def stores(self, stores: tuple[Store, ...]) -> None:
         self._stores = stores
         # The number by which programs find this layer; None while they leave it to `_update_now`.
-        is_in_programs = bool(stores) and all(isinstance(store, IntegerStore) for store in stores)
-        self._number = number_layer(self) if is_in_programs and stores[0].device.type == "cpu" else None
+        on_cpu = [isinstance(store, IntegerStore) and store.device.type == "cpu" for store in stores]
+        self._number = number_layer(self) if on_cpu and all(on_cpu) else None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        vars(self).update(state)
         # A copy is another layer.
         self.stores = self._stores
 
@@ -115,26 +115,36 @@ class KVLayer(CacheLayerMixin):
         return self._update_now(key_states, value_states)
 
     def _is_in_programs(self) -> bool:
-        return self._number is not None and not torch.is_grad_enabled() and not self._forgets()
+        return self._number is not None and not torch.is_grad_enabled()
 
     def _update_in_program(self, *states: Tensor) -> tuple[Tensor, Tensor]:
         """Store tokens by an op of the program that is traced."""
-        before, number = self.length, self._number
-        first, stop = self._first_of(before), before + states[0].shape[2]
-        order = STORE_TOKENS(*states, number, before)
+        dropped = self._tokens_to_drop()
+        before = self.length - dropped
+        order = STORE_TOKENS(*states, self._number, dropped, before)
+        self.dropped += dropped
         for store in self._stores:
-            store.length = stop
-        dtype = str(self.dtype).removeprefix("torch.")
+            store.length = before + states[0].shape[2]
+        shapes = [(x.shape[0], x.shape[1], x.shape[3]) for x in states]
+        return self._states_in_program(order, shapes, self._first_of(before))
+
+    def _states_in_program(
+        self, order: Tensor, shapes: list[tuple[int, int, int]], first: int
+    ) -> tuple[Tensor, Tensor]:
+        number, dtype = self._number, str(self.dtype).removeprefix("torch.")
+        assert number is not None
         keys, values = (
-            states_in_program(order, number, index == 1, (x.shape[0], x.shape[1], x.shape[3]), first, stop, dtype)
-            for index, x in enumerate(states)
+            states_in_program(order, number, index == 1, shape, self.length - first, dtype)
+            for index, shape in enumerate(shapes)
         )
         return keys, values
 
-    def store_at(self, at: int, *states: Tensor) -> None:
-        """Store tokens behind the first `at` ones, for the op of a program."""
+    def store_at(self, dropped: int, at: int, *states: Tensor) -> None:
+        """Drop tokens, and store others behind the `at` that are left, for the op of a program."""
         self._require_same_sizes(*states)
         for store, x in zip(self._stores, states, strict=True):
+            if dropped:
+                store.drop(dropped)
             store.length = at
             store.append(x)
 
@@ -145,15 +155,16 @@ class KVLayer(CacheLayerMixin):
         assert isinstance(values, IntegerStore)
         return attend_to_stores(query, keys, values, tokens, mask, is_causal, scaling)
 
-    # The decorator has no type for its result.
-    @torch.compiler.disable
-    def _update_now(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+    def _update_here(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         if self.length == 0:
             self._clear()
             self.lazy_initialization(key_states, value_states)
         self._require_same_sizes(key_states, value_states)
-        if self._forgets():
-            self._forget()
+        dropped = self._tokens_to_drop()
+        if dropped:
+            for store in self.stores:
+                store.drop(dropped)
+            self.dropped += dropped
         count, before = key_states.shape[2], self.length
         first = self._first_of(before)
         if self._waits and before + count >= LEAST_TOKENS:
@@ -169,6 +180,9 @@ class KVLayer(CacheLayerMixin):
             keys, values = (torch.cat([old, x], 2) for old, (_, x) in zip(earlier, both, strict=True))
             return keys, values
         return self._states(first)
+
+    # Not as a decorator, which has no type for its result.
+    _update_now: Any = torch.compiler.disable(_update_here)
 
     @property
     def _waits(self) -> bool:
@@ -200,6 +214,11 @@ class KVLayer(CacheLayerMixin):
         return keys[:, :, first:], values[:, :, first:]
 
     def _states(self, first: int) -> tuple[Tensor, Tensor]:
+        if torch.compiler.is_dynamo_compiling() and self._is_in_programs():
+            assert self._number is not None
+            return self._states_in_program(
+                self._number.new_full((), self.length), [store.shape for store in self._stores], first
+            )
         keys, values = (
             CachedStates(store, first, self.dtype) if isinstance(store, IntegerStore) else store.load(first, self.dtype)
             for store in self.stores
@@ -210,20 +229,12 @@ class KVLayer(CacheLayerMixin):
         """Return the first token that the next one attends to, behind `before` tokens."""
         return 0 if self.window is None else max(0, before - self.window + 1)
 
-    def _forgets(self) -> bool:
-        """Return whether as many tokens as the window has are attended to no more."""
-        if self.window is None or self.record_past:
-            return False
-        return self.length > 2 * (self.window + _SLACK_TOKENS)
-
-    def _forget(self) -> None:
-        """Drop the tokens that no query attends to any more."""
-        assert self.window is not None
+    def _tokens_to_drop(self) -> int:
+        """Return how many tokens no query attends to any more, or 0 while they are fewer than the window has."""
+        if self.window is None or self.record_past or self.length <= 2 * (self.window + _SLACK_TOKENS):
+            return 0
         # A multiple of 16, because codes lie in blocks of so many tokens.
-        first = (self.length - self.window - _SLACK_TOKENS) // BLOCK_TOKENS * BLOCK_TOKENS
-        for store in self.stores:
-            store.drop(first)
-        self.dropped += first
+        return (self.length - self.window - _SLACK_TOKENS) // BLOCK_TOKENS * BLOCK_TOKENS
 
     def activate_past_recording(self) -> None:
         """Keep all tokens until `crop` says which are wanted."""

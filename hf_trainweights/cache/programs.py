@@ -1,8 +1,8 @@
 """Ops by which compiled programs store the tokens of a layer and attend to them, without leaving the program.
 
 A program never holds the stored codes, because they move whenever they need more room. It holds the number of the
-layer as a tensor, so that a program serves the next cache, too. `store_tokens` returns an empty tensor, which the ops
-that read the tokens take: this keeps their order.
+layer as a tensor, so that a program serves the next cache, too. `store_tokens` returns the number of tokens that are
+stored then, and the ops that read the tokens take it: they read the last tokens before this one, and come later.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def _find_layer(number: Tensor) -> Any:
 
 @dataclass(frozen=True)
 class ProgramStore:
-    """The keys or the values of a layer while a program is traced: an `IntegerStore` that only ops can read.
+    """The last keys or values of a layer in a program: an `IntegerStore` that only ops can read.
 
     Args:
-        order: The result of `STORE_TOKENS`, or of an earlier one.
+        order: int64, the number of tokens of the layer with these: the result of `STORE_TOKENS`.
         number: The number of the layer.
         is_value: Whether these are values.
         shape: Batch, heads and columns.
@@ -60,27 +60,28 @@ class ProgramStore:
         return self.number.device
 
     def load(self, first: int, dtype: torch.dtype, stop: int) -> Tensor:
-        """Return the tokens from `first` to `stop` as floats."""
-        return LOAD_TOKENS(self.order, self.number, self.is_value, list(self.shape), first, stop, dtype)
+        """Return the last `stop - first` tokens as floats."""
+        return LOAD_TOKENS(self.order, self.number, self.is_value, list(self.shape), stop - first, dtype)
 
     def attend(
         self, query: Tensor, values: ProgramStore, tokens: slice, mask: Tensor | None, is_causal: bool, scale: float
     ) -> Tensor:
-        """Return the attention to these keys and to values of the same layer."""
-        columns = values.shape[2]
-        return ATTEND(query, self.order, self.number, columns, tokens.start, tokens.stop, mask, is_causal, scale)
+        """Return the attention to as many of these keys, and of values of the same layer."""
+        count = tokens.stop - tokens.start
+        return ATTEND(query, self.order, self.number, values.shape[2], count, mask, is_causal, scale)
 
 
-def _store_tokens(keys: Tensor, values: Tensor, number: Tensor, at: int) -> Tensor:
-    _find_layer(number).store_at(at, keys, values)
-    return keys.new_empty(0)
+def _store_tokens(keys: Tensor, values: Tensor, number: Tensor, dropped: int, at: int) -> Tensor:
+    _find_layer(number).store_at(dropped, at, keys, values)
+    return number.new_tensor(at + keys.shape[2])
 
 
 def _load_tokens(
-    order: Tensor, number: Tensor, is_value: bool, shape: list[int], first: int, stop: int, dtype: torch.dtype
+    order: Tensor, number: Tensor, is_value: bool, shape: list[int], count: int, dtype: torch.dtype
 ) -> Tensor:
-    del order, shape
-    return _find_layer(number).stores[is_value].load(first, dtype, stop).contiguous()
+    del shape
+    stop = int(order)
+    return _find_layer(number).stores[is_value].load(stop - count, dtype, stop)
 
 
 def _attend(
@@ -88,30 +89,27 @@ def _attend(
     order: Tensor,
     number: Tensor,
     columns: int,
-    first: int,
-    stop: int,
+    count: int,
     mask: Tensor | None,
     is_causal: bool,
     scale: float,
 ) -> Tensor:
-    del order, columns
-    return _find_layer(number).attend(query, slice(first, stop), mask, is_causal, scale).contiguous()
+    del columns
+    stop = int(order)
+    out = _find_layer(number).attend(query, slice(stop - count, stop), mask, is_causal, scale)
+    return out.contiguous()  # as `_fake_attention` promises
 
 
+_OPS = {
+    "store_tokens(Tensor keys, Tensor values, Tensor number, SymInt dropped, SymInt at) -> Tensor": _store_tokens,
+    "load_tokens(Tensor order, Tensor number, bool is_value, SymInt[] shape, SymInt count, ScalarType dtype) "
+    "-> Tensor": _load_tokens,
+    "attend(Tensor query, Tensor order, Tensor number, SymInt columns, SymInt count, Tensor? mask, bool is_causal, "
+    "float scale) -> Tensor": _attend,
+}
+SCHEMAS = ", ".join(_OPS)
 _LIBRARY = torch.library.Library("hf_trainweights", "FRAGMENT")
-_TOKENS = "SymInt first, SymInt stop"
-for _schema, _function in (
-    ("store_tokens(Tensor keys, Tensor values, Tensor number, SymInt at) -> Tensor", _store_tokens),
-    (
-        f"load_tokens(Tensor order, Tensor number, bool is_value, SymInt[] shape, {_TOKENS}, ScalarType dtype) -> Tensor",
-        _load_tokens,
-    ),
-    (
-        f"attend(Tensor query, Tensor order, Tensor number, SymInt columns, {_TOKENS}, Tensor? mask, bool is_causal, "
-        "float scale) -> Tensor",
-        _attend,
-    ),
-):
+for _schema, _function in _OPS.items():
     _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(_schema.partition("(")[0], _function, "CPU")
 STORE_TOKENS = torch.ops.hf_trainweights.store_tokens.default
@@ -120,18 +118,21 @@ ATTEND = torch.ops.hf_trainweights.attend.default
 
 
 @torch.library.register_fake("hf_trainweights::store_tokens", lib=_LIBRARY)
-def _fake_order(keys: Tensor, *_: object) -> Tensor:
-    return keys.new_empty(0)
+def _fake_order(keys: Tensor, values: Tensor, number: Tensor, *_: object) -> Tensor:
+    del keys, values
+    return torch.empty_like(number)
 
 
 @torch.library.register_fake("hf_trainweights::load_tokens", lib=_LIBRARY)
 def _fake_tokens(
-    order: Tensor, number: Tensor, is_value: bool, shape: list[int], first: int, stop: int, dtype: torch.dtype
+    order: Tensor, number: Tensor, is_value: bool, shape: list[int], count: int, dtype: torch.dtype
 ) -> Tensor:
+    del number, is_value
     batch, heads, columns = shape
-    return order.new_empty((batch, heads, stop - first, columns), dtype=dtype)
+    return order.new_empty((batch, heads, count, columns), dtype=dtype)
 
 
 @torch.library.register_fake("hf_trainweights::attend", lib=_LIBRARY)
 def _fake_attention(query: Tensor, order: Tensor, number: Tensor, columns: int, *_: object) -> Tensor:
+    del order, number
     return query.new_empty((*query.shape[:-1], columns))

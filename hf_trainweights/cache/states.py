@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_trainweights.cache.programs import ProgramStore
+from hf_trainweights.cache.programs import SCHEMAS, ProgramStore
 from hf_trainweights.cache.stores import IntegerStore
 from hf_trainweights.kernels import compiled
 from hf_trainweights.kernels.attention import attend
 from hf_trainweights.kernels.cpu_features import most_attention_rows
+from hf_trainweights.tensor.traced_modules import let_compilers_cache_programs
 
 _attention = F.scaled_dot_product_attention
 _METADATA = {
-    *(Tensor.size, Tensor.dim, Tensor.stride, Tensor.numel, Tensor.is_contiguous, Tensor.__len__),
-    *(Tensor.is_floating_point, Tensor.element_size, Tensor.ndimension),
+    *(Tensor.size, Tensor.dim, Tensor.stride, Tensor.numel, Tensor.is_contiguous, Tensor.__len__, Tensor.ndimension),
+    *(Tensor.is_floating_point, Tensor.element_size, Tensor.is_complex, Tensor.is_conj, Tensor.is_neg),
+    *(Tensor.untyped_storage, Tensor.storage_offset, Tensor.is_inference, Tensor._is_view),
 }
 _EVERYTHING = slice(None)
 
@@ -51,7 +54,7 @@ class CachedStates(Tensor):
         repeats: int = 1,
         is_expanded: bool = False,
         stop: int | None = None,
-    ) -> CachedStates:
+    ) -> Any:
         """Make the tensor."""
         batch, heads, columns = store.shape
         if stop is None:
@@ -74,9 +77,12 @@ class CachedStates(Tensor):
             return dense[:, :, None].expand(-1, -1, self._repeats, -1, -1)
         return dense.repeat_interleave(self._repeats, 1) if self._repeats > 1 else dense
 
-    def _repeated(self, repeats: int, is_expanded: bool) -> CachedStates:
-        tokens = self._tokens
-        return type(self)(self._store, tokens.start, self.dtype, repeats, is_expanded, tokens.stop)
+    def _repeat(self, repeats: int, is_expanded: bool) -> CachedStates:
+        tokens, make = self._tokens, cast("type[Any]", type(self))
+        return make(self._store, tokens.start, self.dtype, repeats, is_expanded, tokens.stop)
+
+    # Dynamo cannot trace how a tensor of a class of its own is made, and warns of it.
+    _repeated: Any = torch.compiler.disable(_repeat)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -120,6 +126,7 @@ def _dequantized(value: Any) -> Any:
     return value
 
 
+@torch.compiler.disable
 def _attend(
     query: Tensor,
     key: Tensor,
@@ -158,13 +165,18 @@ def _attend_to_codes(
 ) -> Tensor | None:
     """Return the attention by the op of programs or by the compiled library, or None if the library does not serve."""
     if isinstance(keys, ProgramStore):
-        same_layer = isinstance(values, ProgramStore) and values.number is keys.number
-        return keys.attend(query, values, tokens, mask, is_causal, scaling) if same_layer else None
+        if not isinstance(values, ProgramStore) or values.number is not keys.number:
+            return None
+        return keys.attend(query, values, tokens, mask, is_causal, scaling)
     assert isinstance(values, IntegerStore)
-    most_rows = most_attention_rows(compiled.instructions() or "")
-    if is_causal or query.shape[1] // keys.shape[1] * query.shape[2] > most_rows:
+    if is_causal or query.shape[1] // keys.shape[1] * query.shape[2] > _most_rows():
         return None
     return attend(query, keys.stored, values.stored, tokens, scaling, mask)
+
+
+@functools.cache
+def _most_rows() -> int:
+    return most_attention_rows(compiled.instructions() or "")
 
 
 def attend_to_stores(
@@ -190,14 +202,18 @@ def attend_to_stores(
     Returns:
         `[batch, query heads, rows, columns]` in the dtype of the query.
     """
-    states = [CachedStates(store, tokens.start, query.dtype, stop=tokens.stop) for store in (keys, values)]
-    return _attend(query, states[0], states[1], mask, 0.0, is_causal, scaling)
+    out = _attend_to_codes(query, keys, values, tokens, mask, is_causal, scaling)
+    if out is not None:
+        return out
+    make: Any = CachedStates
+    key, value = (make(store, tokens.start, query.dtype, stop=tokens.stop) for store in (keys, values))
+    return _attend(query, key, value, mask, 0.0, is_causal, scaling)
 
 
 class _ProgramStates(CachedStates):
     """Stored keys or values in a program that is traced. Dynamo takes a tensor that can be taken apart."""
 
-    _store: ProgramStore
+    _store: Any  # a ProgramStore
 
     @property
     def order(self) -> Tensor:
@@ -210,24 +226,24 @@ class _ProgramStates(CachedStates):
         return self._store.number
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Name the attributes that are tensors, and describe the rest."""
-        tokens = self._tokens
-        rest = self._store.is_value, self._store.shape, tokens.start, tokens.stop, self.dtype
-        return ["order", "number"], (*rest, self._repeats, self._is_expanded)
+        """Name the attributes that are tensors, and describe the rest but for the sizes."""
+        return ["order", "number"], (self._store.is_value, self.dtype, self._repeats, self._is_expanded)
 
     @staticmethod
     def __tensor_unflatten__(tensors: dict[str, Tensor], rest: Any, size: Any, stride: Any) -> _ProgramStates:
         """Make the tensor again."""
-        del size, stride
-        is_value, shape, first, stop, dtype, repeats, is_expanded = rest
-        store = ProgramStore(tensors["order"], tensors["number"], is_value, shape)
-        return _ProgramStates(store, first, dtype, repeats, is_expanded, stop)
+        del stride
+        is_value, dtype, repeats, is_expanded = rest
+        heads = size[1] if is_expanded else size[1] // repeats
+        store = ProgramStore(tensors["order"], tensors["number"], is_value, (size[0], heads, size[-1]))
+        return _ProgramStates(store, 0, dtype, repeats, is_expanded, size[-2])
 
 
 @torch.compiler.allow_in_graph
 def states_in_program(
-    order: Tensor, number: Tensor, is_value: bool, shape: tuple[int, int, int], first: int, stop: int, dtype: str
+    order: Tensor, number: Tensor, is_value: bool, shape: tuple[int, int, int], count: int, dtype: str
 ) -> CachedStates:
-    """Return the stored keys or values of a layer; an op of programs before they are compiled."""
+    """Return the last tokens of a layer, as a tensor; an op of programs before they are compiled."""
+    let_compilers_cache_programs(states_in_program, SCHEMAS)
     store = ProgramStore(order, number, is_value, shape)
-    return _ProgramStates(store, first, getattr(torch, dtype), stop=stop)
+    return _ProgramStates(store, 0, getattr(torch, dtype), stop=count)

@@ -204,20 +204,25 @@ def _read(module: nn.Module, name: str) -> Any:
 @torch.compiler.allow_in_graph
 def make_in_program(description: str, *stored: Tensor) -> QuantizedTensor:
     """Return the weight of a description and stored tensors; an op of programs before they are compiled."""
-    _let_compilers_cache_programs()
+    let_compilers_cache_programs(make_in_program, product_op.describe())
     form, dtype, transposed = _parse(description)
     held = Held(dict(zip(form.tensor_names, stored, strict=True)))
     return QuantizedTensor.from_held(held, form, form.shape_of(stored[0]), dtype, transposed)
 
 
 @functools.cache
-def _let_compilers_cache_programs() -> None:
-    """Tell PyTorch on what `make_in_program` depends beside its arguments, so that it keeps programs on disk."""
-    key, version = f"{make_in_program.__module__}.{make_in_program.__name__}", importlib.metadata.version(_PACKAGE)
+def let_compilers_cache_programs(function: Callable[..., Any], state: str) -> None:
+    """Tell PyTorch on what an op of programs depends beside its arguments, so that it keeps the programs on disk.
+
+    Args:
+        function: The op, which is allowed in graphs.
+        state: A text that changes with all that it depends on, but for the version of the package.
+    """
+    key, version = f"{function.__module__}.{function.__name__}", importlib.metadata.version(_PACKAGE)
     settings: Any = importlib.import_module("torch._inductor.config")
     with contextlib.suppress(AttributeError):  # another release of torch has another name
         # A new dict, because PyTorch does not see that one was written to.
-        cacheable = {**settings.unsafe_marked_cacheable_functions, key: f"{version}, {product_op.describe()}"}
+        cacheable = {**settings.unsafe_marked_cacheable_functions, key: f"{version}, {state}"}
         settings.unsafe_marked_cacheable_functions = cacheable
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cache.cached_models import HEADS, KINDS, SIZES, VOCAB, WINDOW, llama, made, mistral, prompt
 from oldest_transformers import not_by_5_17
 from torch import Tensor
 from transformers import (
@@ -22,8 +23,6 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
     PreTrainedModel,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
@@ -41,31 +40,9 @@ from hf_trainweights.kernels.compiled import is_available
 pytestmark = pytest.mark.slow
 NOT_BY_5_17 = not_by_5_17("an assistant with a window fails in Transformers 5.17 with its own cache")
 
-VOCAB, WINDOW, NEW_TOKENS = 300, 40, 12
-SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": VOCAB}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
-KINDS: list[Any] = ["bf16", "int8", ("int8", "int4"), "int4"]
+NEW_TOKENS = 12
 # The largest relative error of logits, of keys and values that are exact, of 8 bits, of 4 in part or whole.
 LIMITS = {"bf16": 0.0, "int8": 0.02, ("int8", "int4"): 0.12, "int4": 0.12}
-
-
-def llama(**options: Any) -> PreTrainedModel:
-    return made(LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS, **options)))
-
-
-def mistral() -> PreTrainedModel:
-    return made(MistralForCausalLM(MistralConfig(**SIZES, **HEADS, sliding_window=WINDOW)))
-
-
-def made(model: PreTrainedModel) -> PreTrainedModel:
-    model.generation_config.pad_token_id = 0
-    model.generation_config.eos_token_id = None
-    return model.eval().bfloat16()
-
-
-def prompt(count: int = LEAST_TOKENS + 20, batch: int = 2) -> dict[str, Tensor]:
-    ids = torch.randint(1, VOCAB, (batch, count), generator=torch.Generator().manual_seed(count))
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def padded() -> dict[str, Tensor]:
