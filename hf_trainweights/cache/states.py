@@ -205,8 +205,8 @@ def attend_to_stores(
     out = _attend_to_codes(query, keys, values, tokens, mask, is_causal, scaling)
     if out is not None:
         return out
-    make: Any = CachedStates
-    key, value = (make(store, tokens.start, query.dtype, stop=tokens.stop) for store in (keys, values))
+    key = CachedStates(keys, tokens.start, query.dtype, stop=tokens.stop)
+    value = CachedStates(values, tokens.start, query.dtype, stop=tokens.stop)
     return _attend(query, key, value, mask, 0.0, is_causal, scaling)
 
 
