@@ -62,7 +62,7 @@ class Weight(ctypes.Structure):
 
 
 def macros_of(form: Format, K: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> dict[str, int] | None:
-    """Return what the kernel is compiled with for weights of a format; None if it does not read them."""
+    """Return the macros of the kernel for weights of a format; None if it does not read them."""
     if dtype not in _DTYPES or not isinstance(form, (Int4, Int8, Float8E4M3, Table4, Affine)):
         return None
     scales, bits = getattr(form, "scales", "plain"), 8 if isinstance(form, (Int8, Float8E4M3)) else 4
