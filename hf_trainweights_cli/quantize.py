@@ -121,7 +121,7 @@ def quantize(
         bool, typer.Option("--include-embeddings", help="Quantize the input embeddings and the output head too.")
     ] = False,
     activations: Annotated[
-        Activations | None, typer.Option(help="int8: products of integers, with --format int8. float8: with --format float8_e4m3.")
+        Activations | None, typer.Option(help="int8 with --format int8, or float8 with float8_e4m3; without groups.")
     ] = None,
     rules: RulesOption = None,
     calibration: CalibrationOption = None,

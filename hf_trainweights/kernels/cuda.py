@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -192,7 +192,7 @@ def _multiply_made(make: Callable[[], Tensor], x: Tensor, bias: Tensor | None) -
     return F.linear(x, make(), bias)
 
 
-def _rules(weight: Stored, M: int) -> Iterator[Rule]:
+def _rules(weight: Stored, M: int) -> list[Rule]:
     qdata, groups = weight.tensors["qdata"], getattr(weight.form, "group_size", None) is not None
     bits = 4 if qdata.dtype == torch.int32 else 8
     return gpu_tables.rules_for(capability(qdata.device.index), bits, groups, M, weight.N)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ WAYS: Mapping[str, frozenset[str]] = {
     "float8": frozenset(),
     "dequantize": frozenset(),
 }
+_ROUNDING = ("integers", "float8")
 _LARGEST = 4096
 _NEXT_STEP = "Write it anew with python -m benchmarks.gpu.tune, or remove it: then the rules of every GPU hold."
 
@@ -84,8 +85,8 @@ DEFAULT = (
 )
 
 
-def rules_for(capability: tuple[int, int], bits: int, groups: bool, M: int, N: int) -> Iterator[Rule]:
-    """Return the rules that hold for a product, the fastest first.
+def rules_for(capability: tuple[int, int], bits: int, groups: bool, M: int, N: int) -> list[Rule]:
+    """Return the rules that hold for a product, the fastest first, and before all those that round x.
 
     Args:
         capability: The GPU's compute capability.
@@ -94,7 +95,9 @@ def rules_for(capability: tuple[int, int], bits: int, groups: bool, M: int, N: i
         M: Rows of x.
         N: Rows of the weight.
     """
-    return (rule for rule in (*_measured(capability), *DEFAULT) if rule.fits(bits, groups, M, N))
+    rules = [rule for rule in (*_measured(capability), *DEFAULT) if rule.fits(bits, groups, M, N)]
+    # Whether x is rounded is up to the format, not to the order in a file.
+    return sorted(rules, key=lambda rule: rule.way not in _ROUNDING)
 
 
 @functools.cache
