@@ -161,6 +161,8 @@ def prepare(tensors: Mapping[str, Tensor], form: Format, K: int, dtype: torch.dt
 def _takes(way: str, weight: Stored, dtype: torch.dtype, M: int) -> bool:
     """Return whether a way multiplies M rows of a dtype with a weight."""
     form, K, N, qdata, scale = weight.form, weight.K, weight.N, weight.tensors["qdata"], weight.tensors["scale"]
+    if N == 0 or K == 0:
+        return False
     if way == "few_rows":
         return (
             M <= few_rows.MOST_ROWS and _takes_few_rows(form, weight.tensors, dtype) and few_rows.reads(weight.tensors)
