@@ -151,7 +151,9 @@ def prepare(tensors: Mapping[str, Tensor], form: Format, K: int, dtype: torch.dt
                 return None
             if len(runs) >= _KEPT_RUNS:
                 runs.clear()
-            runs[M] = run
+            # While a graph is captured nothing is checked, so a later call may find a faster kernel.
+            if not torch.cuda.is_current_stream_capturing():
+                runs[M] = run
         with torch.cuda.device_of(x):
             return run(x, bias)
 

@@ -134,7 +134,7 @@ def compiled(name: str, macros: Mapping[str, int], architecture: int) -> bytes:
     """
     options = [f"--gpu-architecture=sm_{architecture}", "--std=c++17"]
     options += [f"-D{macro}={value}" for macro, value in sorted(macros.items())]
-    digest = hashlib.sha256(repr((name, options, _nvrtc_version())).encode())
+    digest = hashlib.sha256(repr((name, options, nvrtc_version())).encode())
     for path in sorted(_SOURCES.iterdir()):
         digest.update(path.read_bytes())
     path = _cache() / f"{digest.hexdigest()}.cubin"
@@ -192,7 +192,8 @@ def _compile(name: str, options: Sequence[str]) -> bytes:
     return result.raw
 
 
-def _nvrtc_version() -> tuple[int, int]:
+def nvrtc_version() -> tuple[int, int]:
+    """Return NVRTC's version; UnsupportedError: it is not there."""
     major, minor = ctypes.c_int(), ctypes.c_int()
     nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     return major.value, minor.value

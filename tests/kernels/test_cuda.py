@@ -379,3 +379,18 @@ def test_a_compiler_sees_one_op(form: Int8 | Int4, monkeypatch: pytest.MonkeyPat
     calls = [node.target for node in graph.graph.nodes if node.op == "call_function"]
     assert calls == [stored.LINEAR]
     assert (result.shape, result.dtype, result.device.type) == ((2, 3, 80), torch.float32, "cuda")
+
+
+def test_a_slower_kernel_of_a_captured_graph_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    form, kernel = Int8(), FakeKernel(Int8())
+    use(kernel)
+    cuda._MAKE["dequantize"] = dequantize
+    tensors, x = form.quantize(random_weight(80, 96)), random_weight(1, 96, seed=1)
+    product(random_weight(5, 96), tensors, form)  # checks what dequantizes
+    multiply = cuda.prepare(tensors, form, 96, torch.float32)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert multiply(x, None) is not None
+    assert 1 not in kernel.rows
+    multiply(x, None)
+    assert 1 in kernel.rows

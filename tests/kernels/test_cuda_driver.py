@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import shutil
-import subprocess
-import sysconfig
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from covering import exhaustive
+from covering import by_default, exhaustive
 from emulated_gpu import emulated_gpu, kernel_cache, needs_compiler
 
+from benchmarks.gpu.machine_code import ARCHITECTURES, count
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.formats.affine import Affine
 from hf_trainweights.formats.base import Format
@@ -27,8 +25,6 @@ from hf_trainweights.kernels import cuda_driver, few_rows
 __all__ = ["emulated_gpu", "kernel_cache"]  # fixtures
 
 TILE = {"ROW_TILES": 1, "COLUMN_TILES": 1, "WARPS": 8, "STAGES": 2, "BLOCKS": 3}
-# Compute capabilities from the A100 to the RTX 5090.
-ARCHITECTURES = [90, *exhaustive(80, 86, 89, 100, 120)]
 BFLOAT16 = torch.bfloat16
 
 
@@ -139,50 +135,9 @@ def test_nothing_is_available_without_cuda(monkeypatch: pytest.MonkeyPatch) -> N
     assert not cuda_driver.is_available()
 
 
-# What follows needs NVRTC and NVIDIA's disassembler, but no GPU.
+# This needs NVRTC and NVIDIA's disassembler, but no GPU.
 
-
-def tool(name: str) -> str | None:
-    """Return the path of a program of CUDA, as its packages or Triton install it."""
-    found = list(Path(sysconfig.get_paths()["purelib"]).glob(f"nvidia/*/bin/{name}"))
-    return str(found[0]) if found else shutil.which(name)
-
-
-def machine_code(form: Format, architecture: int, folder: Path, **options: object) -> tuple[str, str]:
-    """Return the disassembled kernel and its use of resources."""
-    cubin, tools = folder / "kernel.cubin", (tool("cuobjdump"), tool("nvdisasm"))
-    if None in tools:
-        pytest.skip("needs cuobjdump and nvdisasm: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
-    try:
-        cubin.write_bytes(cuda_driver.compiled("few_rows", macros_of(form, **options), architecture))  # type: ignore[arg-type]
-    except UnsupportedError as error:
-        if "NVRTC's library" in str(error):
-            pytest.skip("needs NVRTC: pip install nvidia-cuda-nvrtc")
-        raise
-    environment = {"PATH": str(Path(tools[1] or "").parent)}
-    return tuple(
-        subprocess.run(
-            [tools[0] or "", option, cubin], capture_output=True, text=True, check=True, env=environment
-        ).stdout
-        for option in ("-sass", "-res-usage")
-    )  # type: ignore[return-value]
-
-
-def loop_of(listing: str) -> list[str]:
-    """Return the operations of the shortest loop that holds all products of tensor cores of a loop."""
-    code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", listing)]
-    places = {at: place for place, (at, _) in enumerate(code)}
-    loops = []
-    for end, (at, text) in enumerate(code):
-        target = re.search(r"BRA.*0x([0-9a-f]+)", text)
-        if target and int(target[1], 16) < at:
-            body = [
-                re.sub(r"^@!?U?P\w+\s+", "", each).split()[0] for _, each in code[places[int(target[1], 16)] : end + 1]
-            ]
-            loops.append(body)
-    return max(loops, key=lambda body: (sum("HMMA" in operation for operation in body), -len(body)))
-
-
+TWO_TILES = TILE | {"COLUMN_TILES": 2, "BLOCKS": 2}
 CODES = [
     (Int4(128), {}, 3.0),
     (Int8(), {}, 3.7),
@@ -198,22 +153,27 @@ CODES = [
         (Affine(4, 64, offset="bias"), {}, 4.2),
         (Table4(32, "e8m0"), {}, 5.6),
         (Table4(16, "e4m3"), {}, 6.4),
-        (Int4(128), {"tile": TILE | {"COLUMN_TILES": 2, "BLOCKS": 2}}, 4.0),
-        (Int8(), {"tile": TILE | {"COLUMN_TILES": 2, "BLOCKS": 2}}, 4.8),
+        (Int4(128), {"tile": TWO_TILES}, 4.0),
+        (Int8(), {"tile": TWO_TILES}, 4.8),
     ),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", by_default([90], ARCHITECTURES))
 @pytest.mark.parametrize(("form", "options", "most"), CODES, ids=str)
 def test_a_loop_has_few_instructions_and_no_barrier(
-    form: Format, options: dict[str, object], most: float, architecture: int, tmp_path: Path
+    form: Format, options: dict[str, Any], most: float, architecture: int
 ) -> None:
-    listing, usage = machine_code(form, architecture, tmp_path, **options)
-    loop, tile = loop_of(listing), options.get("tile", TILE)
-    weights = tile["STAGES"] * 16 * tile["ROW_TILES"] * 16 * (4 if isinstance(form, (Int8, Float8E4M3)) else 8) // 32  # type: ignore[index]
-    counts = Counter(operation.split(".")[0] for operation in loop)
-    assert not {"BAR", "STS", "LDS", "LDL", "STL"} & set(counts)
-    assert re.search(r"STACK:(\d+)", usage)[1] == "0"  # type: ignore[index]
-    assert len(loop) / weights <= most, counts
+    try:
+        loop = count(form, architecture, **{"tile": TILE, **options})
+    except FileNotFoundError as error:
+        pytest.skip(f"needs {error}")
+    except UnsupportedError as error:
+        if "NVRTC's library" not in str(error):
+            raise
+        pytest.skip("needs NVRTC: pip install nvidia-cuda-nvrtc")
+    # What does not fit into registers is read before the loop, if anything.
+    assert loop.slow == 0
+    assert loop.stack_bytes <= (8 if isinstance(form, Table4) else 0)
+    assert loop.per_weight <= most
