@@ -128,10 +128,8 @@ def _rule(where: str, entry: Any) -> Rule:
         raise CorruptFileError(where, expected, f"{entry!r}"[:200], _NEXT_STEP)
     way, tile = entry["way"], entry["tile"]
     if not (isinstance(way, str) and way in WAYS and isinstance(tile, dict) and set(tile) == WAYS[way]):
-        known = ", ".join(
-            f"{name} with {', '.join(sorted(constants)) or 'nothing'}" for name, constants in WAYS.items()
-        )
-        raise CorruptFileError(where, f"a way and its tile: {known}", f"{way!r} with {tile!r}"[:200], _NEXT_STEP)
+        ways = ", ".join(f"{name} with {', '.join(sorted(constants)) or 'nothing'}" for name, constants in WAYS.items())
+        raise CorruptFileError(where, f"a way and its tile: {ways}", f"{way!r} with {tile!r}"[:200], _NEXT_STEP)
     if not all(
         _is_size(value) and (not name.startswith("BLOCK_") or value.bit_count() == 1) for name, value in tile.items()
     ):
