@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_trainweights.kernels import cuda_driver
+from hf_trainweights.kernels import cuda_driver, few_rows
 
 HEADERS = Path(__file__).parent / "kernels" / "emulated" / "gpu"
 FLAGS = ("-O1", "-std=c++17", "-shared", "-fPIC", "-w", f"-I{HEADERS}")
@@ -133,6 +133,7 @@ def emulated_gpu(kernel_cache: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleN
     monkeypatch.setattr(cuda_driver, "nvrtc", lambda: gpu.nvrtc)
     monkeypatch.setattr(cuda_driver, "driver", lambda: gpu.driver)
     monkeypatch.setattr(cuda_driver, "_LOADED", {})
+    few_rows._plan.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)
     # A build of PyTorch without CUDA lacks this name.

@@ -43,8 +43,10 @@ _FLOAT8_CAPABILITY = (8, 9)
 # Weights of so many elements are dequantized at a time, 128 MB of bfloat16; memory is the only bound.
 DEQUANTIZED_ELEMENTS = 1 << 26
 
-# A weight keeps so many products for different numbers of rows.
-_KEPT_RUNS = 64
+# A weight keeps so many products for different numbers of rows, and a process so many rules for kinds of products.
+_KEPT_RUNS, _KEPT_RULES = 64, 4096
+# Of the address of codes, the kernels look at its place among so many bytes.
+_LOAD_BYTES = 16
 
 # The most that a product in float32 may be off, relative to its norm. In 16 bits it is the unit of the dtype.
 _FLOAT32_ERROR = 1e-6
@@ -75,6 +77,8 @@ _LARGEST_CODE = {"integers": 127, "float8": 14}
 
 # The results of `_check`.
 _CHECKED: dict[Case, bool] = {}
+# The rules for products that ops of compiled programs have asked for.
+_CHOSEN: dict[Any, Rule] = {}
 
 # From a weight, M, the dtype of x and a tile to the product; `dequantize` to the float weight.
 _MAKE: dict[str, Callable[[Stored, int, torch.dtype, Mapping[str, int]], Any]] = {
@@ -127,11 +131,30 @@ def capability(index: int | None) -> tuple[int, int]:
 
 
 def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, form: Format) -> Tensor | None:
-    """Return `F.linear(x, weight, bias)` of x `[*, K]` and a weight that `serves`; None if no kernel is right."""
+    """Return `F.linear(x, weight, bias)` of x `[*, K]` and a weight that `serves`; None if no kernel is right.
+
+    The rule for products of one kind is kept: to find it takes longer than a launch.
+    """
     if x.numel() == 0 or tensors["scale"].numel() == 0:
         return None
-    multiply_prepared = prepare(tensors, form, x.shape[-1], x.dtype)
-    return multiply_prepared(x.contiguous(), None if bias is None else bias.contiguous())
+    K, qdata = x.shape[-1], tensors["qdata"]
+    weight, M = Stored(tensors, form, K), x.numel() // K
+    layout, place = few_rows.layout_of(tensors), qdata.data_ptr() % _LOAD_BYTES
+    kind = form, x.dtype, tensors["scale"].dtype, M, layout, place, x.device
+    with torch.cuda.device_of(x):
+        rule = _CHOSEN.get(kind) or _choose(weight, x.dtype, M)
+        if rule is None:
+            return None
+        _keep(_CHOSEN, kind, rule, _KEPT_RULES)
+        return _make(rule, weight, x.dtype, M)(x.contiguous(), None if bias is None else bias.contiguous())
+
+
+def _keep(kept: dict[Any, Any], key: Any, value: Any, most: int) -> None:
+    """Keep what was found, unless a graph is captured: nothing is checked then, so a later call may find better."""
+    if key not in kept and not torch.cuda.is_current_stream_capturing():
+        if len(kept) >= most:
+            kept.clear()
+        kept[key] = value
 
 
 def prepare(tensors: Mapping[str, Tensor], form: Format, K: int, dtype: torch.dtype) -> MultiplyFew:
@@ -143,18 +166,14 @@ def prepare(tensors: Mapping[str, Tensor], form: Format, K: int, dtype: torch.dt
 
     def multiply_prepared(x: Tensor, bias: Tensor | None) -> Tensor | None:
         M = x.numel() // K
-        run = runs.get(M)
-        if run is None:
-            with torch.cuda.device_of(x):
-                run = _find(weight, dtype, M)
-            if run is None:
-                return None
-            if len(runs) >= _KEPT_RUNS:
-                runs.clear()
-            # While a graph is captured nothing is checked, so a later call may find a faster kernel.
-            if not torch.cuda.is_current_stream_capturing():
-                runs[M] = run
         with torch.cuda.device_of(x):
+            run = runs.get(M)
+            if run is None:
+                rule = _choose(weight, dtype, M)
+                if rule is None:
+                    return None
+                run = _make(rule, weight, dtype, M)
+                _keep(runs, M, run, _KEPT_RUNS)
             return run(x, bias)
 
     return multiply_prepared
@@ -182,14 +201,17 @@ def _takes(way: str, weight: Stored, dtype: torch.dtype, M: int) -> bool:
     return M == 1 if way == "row" else N * K <= DEQUANTIZED_ELEMENTS
 
 
-def _find(weight: Stored, dtype: torch.dtype, M: int) -> Run | None:
-    """Return the fastest function for M rows; None if all kernels failed their checks or the weight is too large."""
+def _choose(weight: Stored, dtype: torch.dtype, M: int) -> Rule | None:
+    """Return the rule of the fastest kernel; None if all failed their checks or the weight is too large."""
     for rule in _rules(weight, M):
-        if not _takes(rule.way, weight, dtype, M) or not _is_right(_case(rule, weight, dtype)):
-            continue
-        made = _MAKE[rule.way](weight, M, dtype, rule.tile)
-        return functools.partial(_multiply_made, made) if rule.way == "dequantize" else made
+        if _takes(rule.way, weight, dtype, M) and _is_right(_case(rule, weight, dtype)):
+            return rule
     return None
+
+
+def _make(rule: Rule, weight: Stored, dtype: torch.dtype, M: int) -> Run:
+    made = _MAKE[rule.way](weight, M, dtype, rule.tile)
+    return functools.partial(_multiply_made, made) if rule.way == "dequantize" else made
 
 
 def _multiply_made(make: Callable[[], Tensor], x: Tensor, bias: Tensor | None) -> Tensor:
@@ -240,11 +262,18 @@ def multiply_experts(x: Tensor, tensors: Mapping[str, Tensor], form: Format, end
     weight = Stored(tensors, form, x.shape[-1])
     if not few_rows.reads(tensors) or ends.dtype != torch.int32 or x.numel() == 0 or tensors["scale"].numel() == 0:
         return None
+    kind = form, x.dtype, tensors["scale"].dtype, few_rows.layout_of(tensors), x.device
     with torch.cuda.device_of(x):
-        for rule in _rules(weight, few_rows.MOST_ROWS):
-            if rule.way == "few_rows" and _is_right(_case(rule, weight, x.dtype, experts=_CHECKED_EXPERTS)):
-                return few_rows.multiply(tensors, form, weight.K, x.dtype, rule.tile)(x, None, ends.contiguous())
-    return None
+        rule = _CHOSEN.get(kind) or _choose_for_experts(weight, x.dtype)
+        if rule is None:
+            return None
+        _keep(_CHOSEN, kind, rule, _KEPT_RULES)
+        return few_rows.multiply(tensors, form, weight.K, x.dtype, rule.tile)(x, None, ends.contiguous())
+
+
+def _choose_for_experts(weight: Stored, dtype: torch.dtype) -> Rule | None:
+    rules = (rule for rule in _rules(weight, few_rows.MOST_ROWS) if rule.way == "few_rows")
+    return next((rule for rule in rules if _is_right(_case(rule, weight, dtype, experts=_CHECKED_EXPERTS))), None)
 
 
 def _is_right(case: Case) -> bool:

@@ -7,9 +7,9 @@ their experts, too, and the host need not know how many rows each expert has.
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -41,6 +41,11 @@ _LEAST_GROUP = 8
 _ALIGNMENT = 16
 # Rows of the weight and of x that one product of tensor cores has, and lanes of a warp.
 _TILE_ROWS, _TILE_COLUMNS, _LANES = 16, 8, 32
+_FLOAT32_BYTES, _EXPERTS_DIM = 4, 3
+
+# Names, shapes, strides and sizes of elements in bytes.
+Layout = tuple[tuple[str, Sequence[int], Sequence[int], int], ...]
+Tile = tuple[tuple[str, int], ...]
 
 
 class _Stored(ctypes.Structure):
@@ -115,40 +120,70 @@ def reads(tensors: Mapping[str, Tensor]) -> bool:
     return all(tensor.stride(-1) == 1 or tensor.shape[-1] == 1 for tensor in tensors.values())
 
 
-def weight_of(tensors: Mapping[str, Tensor], form: Format, N: int, K: int) -> Weight:
-    """Return the addresses of stored tensors `[N, k]`, or `[E, N, k]` of experts."""
-    group_size = getattr(form, "group_size", None)
-    fields: dict[str, Any] = {"N": N, "K": K, "groups": -(-K // group_size) if group_size else 1}
-    if "outer_scale" in tensors:
-        fields["outer_count"] = tensors["outer_scale"].shape[-1]
-    for name, tensor in tensors.items():
-        row_bytes, matrix_bytes = (_step(tensor, dim) for dim in (-2, -3))
-        fields[name] = _Stored(tensor.data_ptr(), matrix_bytes, row_bytes)
-    return Weight(**fields)
+def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
+    """Return names, shapes, strides and sizes of elements: all that a launch depends on but the addresses."""
+    return tuple([(name, tensor.shape, tensor.stride(), tensor.itemsize) for name, tensor in tensors.items()])
 
 
-def _step(tensor: Tensor, dim: int) -> int:
-    """Return the bytes from one row or matrix to the next; 0 if all share it, or there is one alone."""
-    is_shared = tensor.dim() < -dim or tensor.shape[dim] == 1
-    return 0 if is_shared else tensor.stride(dim) * tensor.itemsize
+def _step(shape: Sequence[int], stride: Sequence[int], dim: int) -> int:
+    """Return the elements from one row or matrix to the next; 0 if all share it, or there is one alone."""
+    return 0 if len(shape) < -dim or shape[dim] == 1 else stride[dim]
 
 
 class _Arguments(threading.local):
-    """The arguments of a launch, which lie ready: from call to call some addresses and a number change.
+    """The arguments of a launch, which lie ready: from call to call addresses and a number change.
 
     Each thread has its own, because another one may run between the lines that change and launch.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], form: Format, K: int, index: int) -> None:
+    def __init__(self, form: Format, K: int, layout: Layout, index: int) -> None:
         cuda_driver.make_current(index)
-        qdata = tensors["qdata"]
-        weight = weight_of(tensors, form, qdata.shape[-2], K)
-        # Whoever frees the memory of a weight and gathers it again may put it elsewhere.
-        self.stored = [(getattr(weight, name), tensor) for name, tensor in tensors.items()]
+        shapes, group_size = {name: shape for name, shape, *_ in layout}, getattr(form, "group_size", None)
+        self._weight = Weight(N=shapes["qdata"][-2], K=K, groups=-(-K // group_size) if group_size else 1)
+        self._weight.outer_count = shapes.get("outer_scale", (1,))[-1]
+        self.fields = [getattr(self._weight, name) for name in shapes]
+        for field, (_, shape, stride, itemsize) in zip(self.fields, layout, strict=True):
+            field.row_bytes, field.matrix_bytes = (_step(shape, stride, dim) * itemsize for dim in (-2, -3))
         self.x, self.bias, self.out, self.ends = (ctypes.c_void_p() for _ in range(4))
-        self.rows, experts = ctypes.c_int(), ctypes.c_int(len(qdata))
-        self._values = (weight, self.x, self.bias, self.out, self.ends, self.rows, experts)
-        self.addresses = (ctypes.c_void_p * len(self._values))(*(ctypes.addressof(value) for value in self._values))
+        self.rows, self._experts = ctypes.c_int(), ctypes.c_int(shapes["qdata"][0])
+        values = (self._weight, self.x, self.bias, self.out, self.ends, self.rows, self._experts)
+        self.addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+
+
+class _Plan:
+    """The launch for weights of one layout. It holds no tensor, so weights of the same layout share it."""
+
+    def __init__(self, form: Format, K: int, dtype: torch.dtype, layout: Layout, tile: Tile, index: int) -> None:
+        shapes = {name: shape for name, shape, *_ in layout}
+        scale_bytes = next(itemsize for name, _, _, itemsize in layout if name == "scale")
+        macros = macros_of(form, K, dtype, torch.float32 if scale_bytes == _FLOAT32_BYTES else dtype)
+        assert macros is not None
+        constants, self.N, self.K, self.index = dict(tile), shapes["qdata"][-2], K, index
+        self.is_grouped = len(shapes["qdata"]) == _EXPERTS_DIM
+        self.function = cuda_driver.load("few_rows", macros | constants | {"GROUPED": int(self.is_grouped)}, index)
+        self.arguments = _Arguments(form, K, layout, index)
+        self.blocks = -(-self.N // (_TILE_ROWS * constants["ROW_TILES"]))
+        self.columns, self.threads = constants["COLUMN_TILES"] * _TILE_COLUMNS, constants["WARPS"] * _LANES
+        self.stream_of = torch._C._cuda_getCurrentRawStream
+
+    def run(self, tensors: Sequence[Tensor], x: Tensor, bias: Tensor | None, ends: Tensor | None = None) -> Tensor:
+        """Return the product."""
+        M, own, shape = x.numel() // self.K, self.arguments, (*x.shape[:-1], self.N)
+        out = x.new_zeros(shape) if self.is_grouped else x.new_empty(shape)
+        if x.data_ptr() % _ALIGNMENT:
+            x = x.clone()
+        # Whoever frees the memory of a weight and gathers it again may put it elsewhere.
+        for field, tensor in zip(own.fields, tensors, strict=True):
+            field.data = tensor.data_ptr()
+        own.x.value, own.out.value, own.rows.value = x.data_ptr(), out.data_ptr(), M
+        own.bias.value = None if bias is None else bias.data_ptr()
+        own.ends.value = None if ends is None else ends.data_ptr()
+        grid = self.blocks, M if self.is_grouped else -(-M // self.columns)
+        cuda_driver.launch(self.function, grid, self.threads, self.stream_of(self.index), own.addresses)
+        return out
+
+
+_plan = functools.lru_cache(maxsize=1024)(_Plan)
 
 
 def multiply(
@@ -172,26 +207,5 @@ def multiply(
     Raises:
         UnsupportedError: The kernel cannot be compiled or loaded.
     """
-    macros, qdata = macros_of(form, K, dtype, tensors["scale"].dtype), tensors["qdata"]
-    assert macros is not None
-    N, is_grouped, index = qdata.shape[-2], qdata.dim() == 3, qdata.device.index or 0
-    function = cuda_driver.load("few_rows", macros | {**tile, "GROUPED": int(is_grouped)}, index)
-    arguments, stream_of = _Arguments(tensors, form, K, index), torch._C._cuda_getCurrentRawStream
-    blocks, columns = -(-N // (_TILE_ROWS * tile["ROW_TILES"])), tile["COLUMN_TILES"] * _TILE_COLUMNS
-    threads = tile["WARPS"] * _LANES
-
-    def run(x: Tensor, bias: Tensor | None, ends: Tensor | None = None) -> Tensor:
-        M, own, shape = x.numel() // K, arguments, (*x.shape[:-1], N)
-        out = x.new_zeros(shape) if is_grouped else x.new_empty(shape)
-        if x.data_ptr() % _ALIGNMENT:
-            x = x.clone()
-        for field, tensor in own.stored:
-            field.data = tensor.data_ptr()
-        own.x.value, own.out.value, own.rows.value = x.data_ptr(), out.data_ptr(), M
-        own.bias.value = None if bias is None else bias.data_ptr()
-        own.ends.value = None if ends is None else ends.data_ptr()
-        grid = blocks, M if is_grouped else -(-M // columns)
-        cuda_driver.launch(function, grid, threads, stream_of(index), own.addresses)
-        return out
-
-    return run
+    constants, index = tuple(sorted(tile.items())), tensors["qdata"].device.index or 0
+    return functools.partial(_plan(form, K, dtype, layout_of(tensors), constants, index).run, tuple(tensors.values()))

@@ -54,6 +54,7 @@ class FakeKernel:
 def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the CPU be a GPU on which nothing has been checked, with Triton but without NVRTC."""
     monkeypatch.setattr(cuda, "_CHECKED", {})
+    monkeypatch.setattr(cuda, "_CHOSEN", {})
     monkeypatch.setattr(cuda, "_has_triton", lambda index: True)
     monkeypatch.setattr(cuda, "_has_driver", lambda index: False)
     monkeypatch.setattr(cuda, "capability", lambda index: (0, 0))
@@ -132,6 +133,7 @@ def test_with_and_without_kernels_products_are_right(
     x, bias = random_weight(*shape, dtype=dtype, seed=1), random_weight(80, dtype=dtype, seed=2)
     for error in (None, RuntimeError("no compiler")):
         cuda._CHECKED.clear()
+        cuda._CHOSEN.clear()
         kernel = FakeKernel(form, error=error)
         use(kernel)
         assert_product(product(x, tensors, form, bias), x, tensors, form, bias)
@@ -341,8 +343,8 @@ def test_what_is_prepared_is_found_once_for_a_number_of_rows(monkeypatch: pytest
     form = Int8(activations="int8")
     use(FakeKernel(Int8()))
     use(FakeKernel(Int8()), "integers")
-    find, found = cuda._find, []
-    monkeypatch.setattr(cuda, "_find", lambda *arguments: found.append(arguments[-1]) or find(*arguments))
+    choose, found = cuda._choose, []
+    monkeypatch.setattr(cuda, "_choose", lambda *arguments: found.append(arguments[-1]) or choose(*arguments))
     tensors = form.quantize(random_weight(80, 96).half())
     multiply = cuda.prepare(tensors, form, 96, torch.float16)
     for rows in (1, 5, 1, 5, 17, 40, 300, 16):
@@ -394,3 +396,17 @@ def test_a_slower_kernel_of_a_captured_graph_is_not_kept(monkeypatch: pytest.Mon
     assert 1 not in kernel.rows
     multiply(x, None)
     assert 1 in kernel.rows
+
+
+def test_an_op_chooses_once_for_products_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(FakeKernel(Int8()))
+    choose, chosen = cuda._choose, []
+    monkeypatch.setattr(cuda, "_choose", lambda *arguments: chosen.append(arguments[-1]) or choose(*arguments))
+    first, second = (Int8().quantize(random_weight(80, 96, seed=seed).half()) for seed in (0, 1))
+    memory = torch.empty(80 * 96 + 8, dtype=torch.int8)
+    shifted = first | {"qdata": memory[8:].view(80, 96).copy_(first["qdata"])}
+    for tensors, rows in ((first, 1), (second, 1), (first, 1), (first, 2), (shifted, 1)):
+        x = random_weight(rows, 96, seed=2).half()
+        assert_product(product(x, tensors, Int8()), x, tensors, Int8(), torch.zeros(80).half())
+    assert chosen[:2] == [1, 2]
+    assert len(chosen) <= 3

@@ -72,6 +72,7 @@ def test_a_gpu_multiplies_all_experts_by_one_launch_once_it_is_right(
     is_broken: bool, emulated_gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cuda, "_CHECKED", {})
+    monkeypatch.setattr(cuda, "_CHOSEN", {})
     monkeypatch.setattr(cuda, "_has_driver", lambda index: True)
     monkeypatch.setattr(cuda, "capability", lambda index: (9, 0))
     emulated_gpu.driver.failure = 700 if is_broken else 0
@@ -98,6 +99,7 @@ def test_a_check_passes_where_the_kernel_is_right(
     form: Format, emulated_gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda, "_CHECKED", {})
+    monkeypatch.setattr(cuda, "_CHOSEN", {})
     monkeypatch.setattr(cuda, "_has_driver", lambda index: True)
     monkeypatch.setattr(cuda, "capability", lambda index: (9, 0))
     tensors, x = stored_tensors(form, (20, 256), torch.bfloat16), random_weight(3, 256, seed=1).bfloat16()

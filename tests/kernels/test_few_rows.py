@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -200,6 +201,19 @@ def test_a_launch_goes_on_the_current_stream_and_reads_the_current_memory(emulat
     tensors["scale"].set_(placed(-tensors["scale"]))
     assert torch.equal(multiply(x, None), -first)
     assert emulated_gpu.driver.launched == [((2, 1), 64, 7), ((2, 1), 64, 9)]
+
+
+def test_weights_of_one_layout_share_a_launch_that_holds_none_of_them(emulated_gpu: SimpleNamespace) -> None:
+    x, results = placed(random_weight(1, 64, dtype=BFLOAT16, seed=1)), []
+    for factor in (1, -1):
+        tensors = stored(Int8(), 20, 64, BFLOAT16)
+        tensors["scale"].mul_(factor)
+        results.append(few_rows.multiply(tensors, Int8(), 64, BFLOAT16, TILE)(x, None))
+    assert torch.equal(results[0], -results[1])
+    assert few_rows._plan.cache_info().currsize == 1
+    left = weakref.ref(tensors["qdata"])
+    del tensors
+    assert left() is None
 
 
 def test_threads_do_not_share_arguments(emulated_gpu: SimpleNamespace) -> None:
