@@ -42,6 +42,8 @@ _ALIGNMENT = 16
 # Rows of the weight and of x that one product of tensor cores has, and lanes of a warp.
 _TILE_ROWS, _TILE_COLUMNS, _LANES = 16, 8, 32
 _FLOAT32_BYTES, _EXPERTS_DIM = 4, 3
+# A grid has at most so many blocks in its second dimension; the first one, for rows of x, has any number.
+_MOST_N = 65535 * _TILE_ROWS
 
 # Names, shapes, strides and sizes of elements in bytes.
 Layout = tuple[tuple[str, Sequence[int], Sequence[int], int], ...]
@@ -112,8 +114,10 @@ def _is_in_16_bits(macros: Mapping[str, int]) -> bool:
 
 
 def reads(tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether rows of codes begin where a lane can load them, and the numbers of each row lie side by side."""
+    """Return whether rows of codes begin where a lane can load them, rows lie side by side, and a grid has them all."""
     qdata = tensors["qdata"]
+    if qdata.shape[-2] > _MOST_N:
+        return False
     steps = [stride * qdata.itemsize for stride in qdata.stride()[:-1]]
     if any(step % _ALIGNMENT for step in (qdata.data_ptr(), *steps)):
         return False
@@ -178,7 +182,7 @@ class _Plan:
         own.x.value, own.out.value, own.rows.value = x.data_ptr(), out.data_ptr(), M
         own.bias.value = None if bias is None else bias.data_ptr()
         own.ends.value = None if ends is None else ends.data_ptr()
-        grid = self.blocks, M if self.is_grouped else -(-M // self.columns)
+        grid = M if self.is_grouped else -(-M // self.columns), self.blocks
         cuda_driver.launch(self.function, grid, self.threads, self.stream_of(self.index), own.addresses)
         return out
 

@@ -161,6 +161,13 @@ def test_rows_of_the_weight_and_x_may_lie_anywhere(emulated_gpu: SimpleNamespace
     assert torch.equal(*results)
 
 
+def test_a_weight_with_more_rows_than_a_grid_is_left_to_others() -> None:
+    rows = 65535 * 16
+    tensors = {"qdata": torch.empty(1, 64, dtype=torch.int8), "scale": torch.empty(1, 1)}
+    assert few_rows.reads({name: placed(tensor).expand(rows, -1) for name, tensor in tensors.items()})
+    assert not few_rows.reads({name: placed(tensor).expand(rows + 1, -1) for name, tensor in tensors.items()})
+
+
 @pytest.mark.parametrize("name", ["qdata", "scale"])
 def test_rows_that_a_lane_cannot_load_are_left_to_others(name: str) -> None:
     tensors = stored(Int4(32), 20, 256, BFLOAT16)
@@ -200,7 +207,7 @@ def test_a_launch_goes_on_the_current_stream_and_reads_the_current_memory(emulat
     # As FSDP does, which frees the memory of a weight and gathers it again.
     tensors["scale"].set_(placed(-tensors["scale"]))
     assert torch.equal(multiply(x, None), -first)
-    assert emulated_gpu.driver.launched == [((2, 1), 64, 7), ((2, 1), 64, 9)]
+    assert emulated_gpu.driver.launched == [((1, 2), 64, 7), ((1, 2), 64, 9)]
 
 
 def test_weights_of_one_layout_share_a_launch_that_holds_none_of_them(emulated_gpu: SimpleNamespace) -> None:

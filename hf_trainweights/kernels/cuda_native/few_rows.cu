@@ -97,11 +97,11 @@ DEVICE void multiply_word(float (&sums)[COLUMN_TILES][4], const uint32 (&upper)[
 KERNEL few_rows(const Weight stored, const uint16 *x, const uint16 *bias, uint16 *out, const int *ends, int M, int E) {
     SHARED float partial[WARPS][ROWS][COLUMNS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane / 4, t = lane % 4;
-    const int n0 = blockIdx.x * ROWS, N = stored.N, K = stored.K;
+    const int n0 = blockIdx.y * ROWS, N = stored.N, K = stored.K;
     Weight weight = stored;
 #if GROUPED
     // The matrix of this row is the first whose rows end behind it.
-    const int m0 = blockIdx.y;
+    const int m0 = blockIdx.x;
     int matrix = 0;
     for (int above = E; matrix < above;) {
         const int middle = (matrix + above) / 2;
@@ -115,7 +115,7 @@ KERNEL few_rows(const Weight stored, const uint16 *x, const uint16 *bias, uint16
                          &weight.nested_offset};
     UNROLL for (int i = 0; i < 11; ++i) tensors[i]->data += matrix * tensors[i]->matrix_bytes;
 #else
-    const int m0 = blockIdx.y * COLUMNS;
+    const int m0 = blockIdx.x * COLUMNS;
 #endif
     const int segments = (K + SEGMENT - 1) / SEGMENT;
     const Table table = table_of(weight);

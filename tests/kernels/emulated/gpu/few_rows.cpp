@@ -14,11 +14,11 @@ static void call() {
     few_rows(*arguments.weight, arguments.x, arguments.bias, arguments.out, arguments.ends, arguments.M, arguments.E);
 }
 
-extern "C" long run(int blocks, int columns, const Weight *weight, const uint16 *x, const uint16 *bias, uint16 *out,
+extern "C" long run(int columns, int blocks, const Weight *weight, const uint16 *x, const uint16 *bias, uint16 *out,
                     const int *ends, int M, int E) {
     arguments = {weight, x, bias, out, ends, M, E};
     misaligned = 0;
-    for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
-        for (blockIdx.y = 0; blockIdx.y < columns; ++blockIdx.y) run_block(32 * WARPS, call);
+    for (blockIdx.y = 0; blockIdx.y < blocks; ++blockIdx.y)
+        for (blockIdx.x = 0; blockIdx.x < columns; ++blockIdx.x) run_block(32 * WARPS, call);
     return misaligned;
 }
