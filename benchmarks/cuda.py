@@ -1,9 +1,10 @@
-"""Speed on a GPU, measured side by side: single products, and a Llama of 4.5B weights that decodes and reads a prompt.
+"""Speed on a GPU, measured side by side: single products, and a Llama of 4.5B weights that decodes and reads prompts.
 
 Run `python -m benchmarks.cuda` on a machine with an NVIDIA GPU; it writes
-`benchmarks/results/cuda-<gpu>-<date>.json`, anew after each method. torchao and bitsandbytes are measured where they
+`benchmarks/results/cuda-<gpu>-<date>.json`, anew after each phase. torchao and bitsandbytes are measured where they
 are installed. `--only PART...` measures parts again; the others keep what was measured on the same day with the same
-versions. What the products say about sizes in `hf_trainweights/kernels/cuda.py` is to be entered there.
+versions. `--seconds` ends it, and then what is missing is among the failures. `--warm METHOD` measures nothing, but
+leaves compiled programs to a later process. The tiles of kernels are tuned by `benchmarks.gpu.tune`.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,9 +40,10 @@ from transformers import (
 from benchmarks.machine import versions
 from benchmarks.speed.methods import FLOATS, OURS, PEERS, Method, guarded
 from benchmarks.speed.rounds import Run, interleave
+from hf_trainweights import TrainWeightsConfig, quantize_
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.kernels import cuda, linear
+from hf_trainweights.kernels import cuda, gpu_tables, linear
 from hf_trainweights.models.host.models import cache_argument
 
 # Half of the layers of a Llama of 8B weights. Those of small models take less time than the launch of their kernels.
@@ -54,6 +57,8 @@ LLAMA: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 ROUNDS = 5
+# Without a table for the GPU, weights are dequantized for more rows than these.
+MOST_ROWS_OF_TILES = max(rule.rows or 0 for rule in gpu_tables.DEFAULT)
 PARTS = ("products", "ours", "peers")
 Report = dict[str, Any]
 RESULTS = Path(__file__).parent / "results"
@@ -68,18 +73,22 @@ class Sizes:
         shapes: N and K of the single products.
         rows: Their numbers of rows M.
         rotated_bytes: Weights that are multiplied in turn take so much, more than the caches hold.
-        prompt_tokens: Length of the prompt that is read at once.
+        prompts: Lengths of the prompts that are read at once; decoding begins after the first of them.
+        batches: Numbers of sequences that are decoded at once.
         decoded_tokens: Tokens that are decoded, one after the other, in one run.
-        compiled: Whether a decoding step is compiled, with CUDA graphs.
+        modes: Modes of torch.compile, with CUDA graphs, in which decoding steps are compiled.
+        seconds: No phase begins later.
     """
 
     llama: dict[str, Any] = field(default_factory=lambda: LLAMA)
     shapes: Sequence[tuple[int, int]] = ((2048, 2048), (4096, 4096), (14336, 4096), (4096, 14336))
     rows: Sequence[int] = (1, 16, 64, 256, 1024)
     rotated_bytes: int = 512_000_000
-    prompt_tokens: int = 256
-    decoded_tokens: int = 64
-    compiled: bool = True
+    prompts: Sequence[int] = (256, 64, 1024, 4096)
+    batches: Sequence[int] = (1, 16)
+    decoded_tokens: int = 32
+    modes: Sequence[str] = ("reduce-overhead", "max-autotune")
+    seconds: float = math.inf
 
 
 def _torchao_int4() -> Any:
@@ -90,9 +99,21 @@ def _torchao_int4() -> Any:
 
 def compared() -> list[Method]:
     """Return what a whole model is measured with; the float model first."""
-    skipped = ("float8_e4m3", "torchao int4 (prototype)", "quanto int8", "quanto int4")
+    skipped = ("uint4 g16", "torchao int4 (prototype)", "quanto int8", "quanto int4")
     found = [method for method in (*FLOATS, *OURS, *PEERS) if method.versus == "bf16" and method.name not in skipped]
-    return [*found, Method("torchao int4 g128", _torchao_int4, bits=4)]
+    return [
+        *found,
+        *(Method(name, partial(TrainWeightsConfig, **options)) for name, options in _ON_GPUS.items()),
+        Method("torchao int4 g128", _torchao_int4, bits=4),
+    ]
+
+
+# Methods that are compared on GPUs alone.
+_ON_GPUS: dict[str, dict[str, Any]] = {
+    "int4 g128, lm_head int8": {"format": "int4", "group_size": 128, "overrides": {"lm_head": "int8"}},
+    "float8_e4m3, 8-bit activations": {"format": "float8_e4m3", "activations": "float8"},
+}
+OUR_NAMES = {method.name for method in OURS} | set(_ON_GPUS)
 
 
 def measure(
@@ -119,8 +140,8 @@ def measure(
         keep(report)
     anew = {method.name for method in methods}
     report["model"] = [row for row in report["model"] if row["name"] not in anew]
-    for rows in model_speed(device, sizes, methods, report["failures"]):
-        report["model"] += rows
+    for row in model_speed(device, sizes, methods, report["failures"]):
+        report["model"].append(row)
         keep(report)
     return report
 
@@ -157,9 +178,9 @@ def _ways(weight: Tensor, x: Tensor) -> list[Way]:
     M = len(x)
     ways: list[Way] = [("bf16", {"weight": weight}, lambda t: F.linear(x, t["weight"]))]
     for form in (Int8(), Int8(128), Int4(128), Int4(32)):
-        way = "kernel" if cuda._MOST_ROWS[x.dtype] >= M else "dequantized"
+        way = "kernel" if M <= MOST_ROWS_OF_TILES else "dequantized"
         ways.append((f"{form}, {way}", form.quantize(weight), partial(linear, x, form=form)))
-    if M >= cuda._INTEGER_ROWS:
+    if M >= cuda._ROUNDED_ROWS:
         form = Int8(activations="int8")
         ways.append(("int8, 8-bit activations", form.quantize(weight), partial(linear, x, form=form)))
     return ways
@@ -200,8 +221,8 @@ def _seconds(device: str, function: Callable[[], Any]) -> float:
 
 def model_speed(
     device: str, sizes: Sizes, methods: Sequence[Method], failures: dict[str, str]
-) -> Iterator[list[dict[str, Any]]]:
-    """Time decoding at batch 1 and a prompt, each method beside the float model.
+) -> Iterator[dict[str, Any]]:
+    """Time decoding and prompts, each method beside the float model; the phases that matter most come first.
 
     Args:
         device: Where.
@@ -210,69 +231,84 @@ def model_speed(
         failures: Filled with what could not run, and why.
 
     Yields:
-        For each method one row per phase, with the bytes that the model takes.
+        A row per phase and method, with the bytes that the model takes.
     """
-    with tempfile.TemporaryDirectory() as directory:
-        with torch.device(device):  # where random numbers are made in no time
-            torch.manual_seed(0)
-            LlamaForCausalLM(LlamaConfig(**sizes.llama)).bfloat16().save_pretrained(directory)
-        baseline, *others = methods
-        floats = _phases(_load(directory, baseline, device), baseline.name, device, sizes, failures)
-        for other in others:
-            model = guarded(failures, other.name, _load, directory, other, device)
-            if model is None:
+    end = time.monotonic() + sizes.seconds
+    baseline, *others = methods
+    loaded = {method.name: guarded(failures, method.name, _load, sizes, method, device) for method in methods}
+    for phase, make in phases(sizes).items():
+        floats = guarded(failures, f"{baseline.name}, {phase}", make, loaded[baseline.name], device, sizes)
+        for method in others:
+            model, name = loaded[method.name], f"{method.name}, {phase}"
+            if model is None or floats is None:
                 continue
-            runs, size_bytes = _phases(model, other.name, device, sizes, failures), model.get_memory_footprint()
-            taken = {phase: interleave({"bf16": floats[phase], "other": runs[phase]}, ROUNDS, "bf16") for phase in runs}
-            yield [
-                {"phase": phase, **row, "name": other.name, "model_bytes": size_bytes}
-                for phase, rows in taken.items()
-                for row in rows
-                if row["name"] == "other"
-            ]
-            del model, runs
+            if time.monotonic() > end:
+                failures[name] = "no time was left"
+                continue
+            run = guarded(failures, name, make, model, device, sizes)
+            rows = run and guarded(failures, name, interleave, {"bf16": floats, "other": run}, ROUNDS, "bf16")
+            for row in rows or []:
+                if row["name"] == "other":
+                    yield {"phase": phase, **row, "name": method.name, "model_bytes": model.get_memory_footprint()}
 
 
-def _phases(model: PreTrainedModel, name: str, device: str, sizes: Sizes, failures: dict[str, str]) -> dict[str, Run]:
-    makers = {"decode": _decode, "prefill": _prefill, "decode, compiled": partial(_decode, compiled=True)}
-    if not sizes.compiled:
-        del makers["decode, compiled"]
-    made = {phase: guarded(failures, f"{name}, {phase}", make, model, device, sizes) for phase, make in makers.items()}
-    return {phase: run for phase, run in made.items() if run is not None}
+def phases(sizes: Sizes) -> dict[str, Callable[[PreTrainedModel, str, Sizes], Run]]:
+    """Return the maker of each phase's run."""
+    batches = {batch: "" if batch == 1 else f", batch {batch}" for batch in sizes.batches}
+    prompts = {tokens: "" if tokens == sizes.prompts[0] else f" {tokens}" for tokens in sizes.prompts}
+    modes = {mode: "compiled" if mode == "reduce-overhead" else mode for mode in sizes.modes}
+    makers: dict[str, Any] = {f"decode{suffix}": partial(_decode, batch=batch) for batch, suffix in batches.items()}
+    for mode, name in modes.items():
+        makers |= {f"decode, {name}{suffix}": partial(_decode, batch=b, mode=mode) for b, suffix in batches.items()}
+        if mode == sizes.modes[0]:
+            makers |= {f"prefill{suffix}": partial(_prefill, tokens=tokens) for tokens, suffix in prompts.items()}
+    return makers if sizes.modes else makers | {f"prefill{s}": partial(_prefill, tokens=t) for t, s in prompts.items()}
 
 
-def _load(path: str, method: Method, device: str) -> PreTrainedModel:
-    options = {} if method.config is None else {"quantization_config": method.config()}
-    return AutoModelForCausalLM.from_pretrained(path, dtype=method.dtype, device_map=device, **options).eval()
+def _load(sizes: Sizes, method: Method, device: str) -> PreTrainedModel:
+    """Return a model of random weights, quantized where they are; a peer's is saved first, as peers load models."""
+    with torch.device(device):  # where random numbers are made in no time
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**sizes.llama)).to(method.dtype).eval()
+    if method.config is None:
+        return model
+    if method.name in OUR_NAMES:
+        quantize_(model, method.config())
+        return model
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        del model
+        options = {"dtype": method.dtype, "device_map": device, "quantization_config": method.config()}
+        return AutoModelForCausalLM.from_pretrained(directory, **options).eval()
 
 
 @torch.inference_mode()
-def _decode(model: PreTrainedModel, device: str, sizes: Sizes, compiled: bool = False) -> Run:
-    """Return a run that decodes greedily with a static cache and returns the seconds of one token."""
-    cache = StaticCache(config=model.config, max_cache_len=sizes.prompt_tokens + sizes.decoded_tokens)
-    prompt = _tokens(model, device, sizes)
+def _decode(model: PreTrainedModel, device: str, sizes: Sizes, batch: int = 1, mode: str | None = None) -> Run:
+    """Return a run that decodes greedily with a static cache and returns the seconds of one step."""
+    cache = StaticCache(config=model.config, max_cache_len=sizes.prompts[0] + sizes.decoded_tokens)
+    prompt = _tokens(model, device, batch, sizes.prompts[0])
     past = {cache_argument(model): cache}
 
-    def step(token: Tensor) -> Tensor:
-        return model(token, **past, use_cache=True).logits[:, -1:].argmax(dim=-1)
+    def step(tokens: Tensor) -> Tensor:
+        return model(tokens, **past, use_cache=True).logits[:, -1:].argmax(dim=-1)
 
-    compiled_step = torch.compile(step, mode="reduce-overhead", fullgraph=True)
+    compiled_step = torch.compile(step, mode=mode, fullgraph=True)
 
-    def advance(token: Tensor) -> Tensor:
-        if not compiled:
-            return step(token)
+    def advance(tokens: Tensor) -> Tensor:
+        if mode is None:
+            return step(tokens)
         # The memory of a CUDA graph's result is used again by its next run.
         torch.compiler.cudagraph_mark_step_begin()
-        return compiled_step(token).clone()
+        return compiled_step(tokens).clone()
 
     @torch.inference_mode()
     def run() -> float:
         cache.reset()
-        token = step(prompt)
+        tokens = step(prompt)
 
-        def decode(token: Tensor = token) -> None:
+        def decode(tokens: Tensor = tokens) -> None:
             for _ in range(sizes.decoded_tokens):
-                token = advance(token)
+                tokens = advance(tokens)
 
         return _seconds(device, decode) / sizes.decoded_tokens
 
@@ -283,35 +319,76 @@ def _decode(model: PreTrainedModel, device: str, sizes: Sizes, compiled: bool = 
 
 
 @torch.inference_mode()
-def _prefill(model: PreTrainedModel, device: str, sizes: Sizes) -> Run:
-    call = torch.inference_mode()(partial(model, _tokens(model, device, sizes), use_cache=True, logits_to_keep=1))
+def _prefill(model: PreTrainedModel, device: str, sizes: Sizes, tokens: int) -> Run:
+    prompt = _tokens(model, device, 1, tokens)
+    call = torch.inference_mode()(partial(model, prompt, use_cache=True, logits_to_keep=1))
     call()
     return lambda: _seconds(device, call)
 
 
-def _tokens(model: PreTrainedModel, device: str, sizes: Sizes) -> Tensor:
+def _tokens(model: PreTrainedModel, device: str, batch: int, tokens: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(model.config.vocab_size, (1, sizes.prompt_tokens), generator=generator).to(device)
+    return torch.randint(model.config.vocab_size, (batch, tokens), generator=generator).to(device)
+
+
+def warm(device: str, sizes: Sizes, method: Method) -> None:
+    """Compile a method's programs, whose code Inductor keeps for other processes."""
+    model = _load(sizes, method, device)
+    for mode in sizes.modes:
+        _decode(model, device, sizes, mode=mode)
+
+
+TINY = Sizes(
+    llama={
+        **LLAMA,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 64,
+    },
+    shapes=[(64, 128)],
+    rows=[1, 600],
+    rotated_bytes=100_000,
+    prompts=(4, 8),
+    batches=(1, 2),
+    decoded_tokens=2,
+    modes=(),
+)
+"""Something tiny, to see on a CPU that the benchmark runs."""
 
 
 def main() -> None:
     """Measure on this machine's GPU and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
-    only = parser.parse_args().only
-    gpu, today = torch.cuda.get_device_name(), datetime.datetime.now(datetime.UTC).date()
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no phase begins later (default: no limit)")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="where the result is written")
+    parser.add_argument("--warm", metavar="METHOD", help="compile the programs of one method, and measure nothing")
+    parser.add_argument("--dry", action="store_true", help="on a CPU, with something tiny")
+    options = parser.parse_args()
+    device, sizes = ("cpu", TINY) if options.dry else ("cuda", Sizes())
+    methods = compared()
+    if options.warm:
+        warm(device, sizes, next(method for method in methods if method.name == options.warm))
+        return
+    gpu = "no GPU" if options.dry else torch.cuda.get_device_name()
+    today = datetime.datetime.now(datetime.UTC).date()
     head = {"machine": gpu, "date": str(today), "cuda": torch.version.cuda, "versions": versions("triton")}
-    path = RESULTS / f"cuda-{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}-{today}.json"
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / f"cuda-{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}-{today}.json"
     found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     found = found if head.items() <= found.items() else {}
 
     def keep(report: Report) -> None:
         path.write_text(json.dumps(head | report, indent=1) + "\n", encoding="utf-8")
 
-    baseline, *others = compared()
-    chosen = [method for method in others if ("ours" if method in OURS else "peers") in only]
-    sizes = Sizes() if "products" in only else Sizes(shapes=())
-    measure("cuda", sizes, [baseline, *chosen], keep, found)
+    baseline, *others = methods
+    chosen = [method for method in others if ("ours" if method.name in OUR_NAMES else "peers") in options.only]
+    sizes = replace(sizes, seconds=options.seconds)
+    sizes = sizes if "products" in options.only else replace(sizes, shapes=())
+    measure(device, sizes, [baseline, *chosen], keep, found)
     print(path)
 
 

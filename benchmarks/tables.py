@@ -559,6 +559,19 @@ def calibration() -> str:
     return f"{table(header, rows)}\n\n{caption}"
 
 
+def gpu_instructions() -> str:
+    """Return the instructions that CUDA C takes for each weight, by compute capability."""
+    report = read("gpu_instructions")
+    found = {(row["form"], row["rows"], row["architecture"]): row["per_weight"] for row in report["rows"]}
+    architectures = list(dict.fromkeys(row["architecture"] for row in report["rows"]))
+    rows = [
+        [form, f"up to {M}", *(f"{found[form, M, architecture]:.1f}" for architecture in architectures)]
+        for form, M in dict.fromkeys((row["form"], row["rows"]) for row in report["rows"])
+    ]
+    header = ["weight", "rows of x", *(f"{architecture / 10:.1f}" for architecture in architectures)]
+    return f"{table(header, rows)}\n\nNVRTC {report['nvrtc']}."
+
+
 def cuda_products() -> str:
     """Return the speed of single products on the GPU where they were measured last."""
     report = newest_gpu("products")
@@ -835,6 +848,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "host-time": host_time,
     "gguf_import": gguf_import,
     "calibration": calibration,
+    "gpu-instructions": gpu_instructions,
     "cuda-products": cuda_products,
     "cuda-model": cuda_model,
     "scale": scale,

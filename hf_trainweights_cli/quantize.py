@@ -41,6 +41,7 @@ class Activations(StrEnum):
     """The formats that activations are rounded to."""
 
     INT8 = "int8"
+    FLOAT8 = "float8"
 
 
 DtypeOption = Annotated[
@@ -120,7 +121,7 @@ def quantize(
         bool, typer.Option("--include-embeddings", help="Quantize the input embeddings and the output head too.")
     ] = False,
     activations: Annotated[
-        Activations | None, typer.Option(help="int8: products of integers; with --format int8 and no groups.")
+        Activations | None, typer.Option(help="int8 with --format int8, or float8 with float8_e4m3; without groups.")
     ] = None,
     rules: RulesOption = None,
     calibration: CalibrationOption = None,

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats.arithmetic import (
     FLOAT_DTYPES,
     cache_blocks,
@@ -48,25 +49,37 @@ class Float8E4M3(Format):
         group_size: Weights that share a scale: a multiple of 8; the last group of a row may have fewer. None means one
             scale a row.
         scales: "plain", or "e8m0" for powers of two, to which this package does not quantize.
+        activations: "float8" to round the input of `F.linear` to float8 too, with one scale a token; None to leave the
+            input as it is. It cannot be combined with groups or other scales, and changes nothing that is stored.
 
     Raises:
-        ConfigError: A parameter is none of these.
+        ConfigError: A parameter is none of these, or two exclude each other.
     """
 
     name: ClassVar[str] = "float8_e4m3"
     group_size: int | None = None
     scales: str = "plain"
+    activations: str | None = None
 
     def __post_init__(self) -> None:
         self.check_choice("scales", CODINGS)
         check_group_size(self, self.scales, or_none=True)
+        is_alone = self.group_size is None and self.scales == "plain"
+        if self.activations not in (None, "float8") or (self.activations and not is_alone):
+            raise ConfigError(
+                "activations",
+                '"float8" or None, and None with a group_size or other scales',
+                f"{self.activations!r} with group_size {self.group_size} and {self.scales} scales",
+                "Leave out one of these.",
+            )
 
     def __str__(self) -> str:
-        return super().__str__() if self.scales == "plain" else f"{super().__str__()} {self.scales}"
+        text = super().__str__() if self.scales == "plain" else f"{super().__str__()} {self.scales}"
+        return f"{text} with {self.activations} activations" if self.activations else text
 
     def get_config(self) -> dict[str, Any]:
         """Return the JSON description; only parameters that are set, because earlier versions do not read them."""
-        defaults = {"group_size": None, "scales": "plain"}
+        defaults = {"group_size": None, "scales": "plain", "activations": None}
         return {key: value for key, value in super().get_config().items() if (key, value) not in defaults.items()}
 
     @property
@@ -76,7 +89,7 @@ class Float8E4M3(Format):
 
     def for_new_values(self) -> Format:
         """Return the format with plain scales."""
-        return Float8E4M3(self.group_size)
+        return Float8E4M3(self.group_size, activations=self.activations)
 
     def _groups(self, K: int) -> int:
         return 1 if self.group_size is None else -(-K // self.group_size)

@@ -5,6 +5,7 @@ PyTorch's dispatcher chooses the implementation by device. If there is no kernel
 multiplied in blocks.
 """
 
+from hf_trainweights.kernels.experts import multiply_experts
 from hf_trainweights.kernels.stored import linear, prepare_few_rows, slowness
 
-__all__ = ["linear", "prepare_few_rows", "slowness"]
+__all__ = ["linear", "multiply_experts", "prepare_few_rows", "slowness"]

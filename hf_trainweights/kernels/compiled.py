@@ -28,7 +28,7 @@ from hf_trainweights.formats.scale_codings import outer_count
 from hf_trainweights.formats.table4 import Table4
 from hf_trainweights.formats.uint import UInt
 from hf_trainweights.kernels.arguments import storage_freed
-from hf_trainweights.kernels.cpu_features import capabilities, most_rows
+from hf_trainweights.kernels.cpu_features import capabilities, is_rounding, most_rows
 from hf_trainweights.native_library import load_library
 
 _logger = logging.getLogger(__name__)
@@ -225,7 +225,7 @@ def find(form: Format, N: int, K: int, dtype: torch.dtype, scale_dtype: torch.dt
         return None
     if not 0 < K <= _MOST_COLUMNS or N == 0 or (numbers and K % form.column_step):
         return None
-    digits = 1 if getattr(form, "activations", None) else 3 if dtype == torch.float32 else 2
+    digits = 1 if is_rounding(form) else 3 if dtype == torch.float32 else 2
     described = *_codes(form), *numbers
     weight = Weight(N, K, size, DTYPES[dtype], DTYPES.get(scale_dtype, 0), digits, *described)
     return Product(library, weight, dtype, most_rows(form, dtype, instructions() or ""))

@@ -1,298 +1,279 @@
-"""Products with int8 and int4 weights on NVIDIA GPUs: Triton kernels multiply few rows of x, and dequantize for many.
+"""Products with quantized weights on NVIDIA GPUs: kernels read the codes of few rows of x, and dequantize for many.
 
-Before a kernel is used for the first time on a device, its results with small weights there are compared with those of
-PyTorch's operations. If they differ, a warning says so and PyTorch's operations serve from then on.
+`gpu_tables` says which kernel is the fastest. Before a kernel is used for the first time on a device, its results with
+small weights there are compared with exact ones. If they differ, a warning says so and the next kernel serves, or at
+last PyTorch's operations.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 import logging
+import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
+from hf_trainweights.kernels import cuda_driver, few_rows, gpu_tables, triton_launch
 from hf_trainweights.kernels.arguments import MultiplyFew
 from hf_trainweights.kernels.cpu_features import is_rounding
+from hf_trainweights.kernels.gpu_tables import Rule
+from hf_trainweights.kernels.triton_launch import Run, Stored
 
 _logger = logging.getLogger(__name__)
 
-# The largest M for the kernels; beyond it a dequantized weight is multiplied faster. All sizes here were measured on an
-# H200. float32 has no product by tensor cores.
-_MOST_ROWS = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 1}
+# float32 has no product by tensor cores.
+_TILE_DTYPES = (torch.bfloat16, torch.float16)
+_DTYPES = (*_TILE_DTYPES, torch.float32)
 
-# torch._int_mm multiplies integers of at least so many rows, and this number has to divide N and K.
-_INTEGER_ROWS, _INTEGER_ALIGNMENT = 17, 8
+# x is rounded from so many rows on: for fewer, a product takes as long as reading the weight. These numbers divide N
+# and K, or rows of codes would begin where tensor cores cannot load them.
+_ROUNDED_ROWS, _INTEGER_ALIGNMENT, _FLOAT8_ALIGNMENT = 17, 8, 16
+# GPUs from here on multiply float8.
+_FLOAT8_CAPABILITY = (8, 9)
 
 # Weights of so many elements are dequantized at a time, 128 MB of bfloat16; memory is the only bound.
 DEQUANTIZED_ELEMENTS = 1 << 26
 
-# For products of one row, by the bits of a code: rows of the weight and columns that a program takes at a time.
-_ROW_BLOCK = {
-    8: {"BLOCK_N": 2, "BLOCK_K": 2048, "num_warps": 4},
-    4: {"BLOCK_N": 8, "BLOCK_K": 1024, "num_warps": 4},
-}
-
-# Columns are divided among programs until there are 256 programs, two for each processor of a large GPU, but a program
-# takes at least two blocks of columns.
-_PROGRAMS, _LEAST_BLOCKS = 256, 2
-
-# The block of a weight that a program dequantizes, and the elements that a program takes if it handles each by itself.
-_DEQUANTIZED_BLOCK = {"BLOCK_N": 16, "BLOCK_K": 256, "num_warps": 4}
-_ELEMENTS = {"BLOCK": 1024, "num_warps": 4}
+# A weight keeps so many products for different numbers of rows, and a process so many rules for kinds of products.
+_KEPT_RUNS, _KEPT_RULES = 64, 4096
+# Of the address of codes, the kernels look at its place among so many bytes.
+_LOAD_BYTES = 16
 
 # The most that a product in float32 may be off, relative to its norm. In 16 bits it is the unit of the dtype.
 _FLOAT32_ERROR = 1e-6
 
-# N, K, the stride of a row of codes, and G.
-Sizes = tuple[int, int, int, int]
-
-# A smaller largest magnitude of a row counts as this one, or 127 / magnitude would overflow.
-_SMALLEST_TOP = 2.0**-119
-
-# For products of several rows, by ascending M: the tile that a program takes. It fits the 99 kB of shared memory of the
-# smallest GPUs.
-_TILES = [
-    {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 256, "num_warps": 4, "num_stages": 3},
-    {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3},
-    {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4},
-]
-
-# From x `[*, K]`, contiguous, and a bias `[N]` or None to the product `[*, N]`.
-Run = Callable[[Tensor, Tensor | None], Tensor]
-
 
 class Case(NamedTuple):
-    """A kernel, its device and its inputs: weights of a format and M rows of x. M is 0 for `dequantize`."""
+    """A way to a product, its tile, its device and its inputs: M rows of x, and a weight or some experts."""
 
-    kernel: Callable[[Tensor, Tensor, int, int, torch.dtype], Any]
+    way: str
+    tile: tuple[tuple[str, int], ...]
     M: int
+    experts: int
     dtype: torch.dtype
     scale_dtype: torch.dtype
     device: torch.device
-    form: Int8 | Int4
+    form: Format
 
+
+# Experts of the weight with which a kernel is checked that multiplies several.
+_CHECKED_EXPERTS = 3
+# Whole loads of a lane of few_rows.cu have at most so many columns.
+_LANE_COLUMNS = 32
+
+_DEQUANTIZE = Rule("dequantize", {})
+
+# By way, a magnitude: x of smaller integers is exact in the codes that it is rounded to, if the largest is this one.
+_LARGEST_CODE = {"integers": 127, "float8": 14}
 
 # The results of `_check`.
 _CHECKED: dict[Case, bool] = {}
+# The rules for products that ops of compiled programs have asked for.
+_CHOSEN: dict[Any, Rule] = {}
+
+# From a weight, M, the dtype of x and a tile to the product; `dequantize` to the float weight.
+_MAKE: dict[str, Callable[[Stored, int, torch.dtype, Mapping[str, int]], Any]] = {
+    "few_rows": lambda weight, M, dtype, tile: few_rows.multiply(weight.tensors, weight.form, weight.K, dtype, tile),
+    "row": triton_launch.multiply_row,
+    "tiles": triton_launch.multiply_tiles,
+    "integers": triton_launch.multiply_integers,
+    "float8": triton_launch.multiply_float8,
+    "dequantize": triton_launch.dequantize,
+}
 
 
-def serves(form: Format, qdata: Tensor, dtype: torch.dtype) -> TypeGuard[Int8 | Int4]:
-    """Return whether a weight is on a GPU for which Triton compiles kernels that read it and compute in `dtype`."""
-    if qdata.device.type != "cuda" or not isinstance(form, (Int8, Int4)) or dtype not in _MOST_ROWS:
+def serves(form: Format, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> bool:
+    """Return whether a weight is on a GPU for which there are kernels that read it and compute in `dtype`."""
+    qdata, scale = tensors["qdata"], tensors["scale"]
+    if qdata.device.type != "cuda" or dtype not in _DTYPES:
+        return False
+    return _takes_triton(form, qdata, scale, dtype) or _takes_few_rows(form, tensors, dtype)
+
+
+def _takes_triton(form: Format, qdata: Tensor, scale: Tensor, dtype: torch.dtype) -> bool:
+    if not isinstance(form, (Int8, Int4)) or torch.promote_types(scale.dtype, dtype) != dtype:
         return False
     size = form.group_size
-    return (size is None or (size >= 8 and size.bit_count() == 1)) and _compiles(qdata.device.index)
+    return (size is None or (size >= 8 and size.bit_count() == 1)) and _has_triton(qdata.device.index)
+
+
+def _takes_few_rows(form: Format, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> bool:
+    K, qdata = form.shape_of(tensors["qdata"])[-1], tensors["qdata"]
+    reads = few_rows.macros_of(form, K, dtype, tensors["scale"].dtype) is not None
+    return reads and _has_driver(qdata.device.index)
 
 
 @functools.cache
-def _compiles(index: int | None) -> bool:
+def _has_triton(index: int | None) -> bool:
     # Triton is not imported here: the import takes a second and is left to the first product.
     is_installed = importlib.util.find_spec("triton") is not None and torch.version.cuda is not None
-    return is_installed and torch.cuda.is_available() and torch.cuda.get_device_capability(index) >= (8, 0)
+    return is_installed and torch.cuda.is_available() and capability(index) >= (8, 0)
 
 
-def linear(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, form: Int8 | Int4) -> Tensor | None:
-    """Return `F.linear(x, weight, bias)` of x `[*, K]` and a weight that `serves`; None if its kernel fails."""
-    if x.numel() == 0 or len(scale) == 0:
+@functools.cache
+def _has_driver(index: int | None) -> bool:
+    return torch.cuda.is_available() and capability(index) >= (8, 0) and cuda_driver.is_available()
+
+
+@functools.cache
+def capability(index: int | None) -> tuple[int, int]:
+    """Return the compute capability of a device."""
+    return torch.cuda.get_device_capability(index)
+
+
+def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, form: Format) -> Tensor | None:
+    """Return `F.linear(x, weight, bias)` of x `[*, K]` and a weight that `serves`; None if no kernel is right.
+
+    The rule for products of one kind is kept: to find it takes longer than a launch.
+    """
+    if x.numel() == 0 or tensors["scale"].numel() == 0:
         return None
-    multiply_prepared = prepare(qdata, scale, form, x.shape[-1], x.dtype)
-    return multiply_prepared(x.contiguous(), None if bias is None else bias.contiguous())
+    K, qdata = x.shape[-1], tensors["qdata"]
+    weight, M = Stored(tensors, form, K), x.numel() // K
+    layout, place = few_rows.layout_of(tensors), qdata.data_ptr() % _LOAD_BYTES
+    kind = form, x.dtype, tensors["scale"].dtype, M, layout, place, x.device
+    with torch.cuda.device_of(x):
+        rule = _CHOSEN.get(kind) or _choose(weight, x.dtype, M)
+        if rule is None:
+            return None
+        _keep(_CHOSEN, kind, rule, _KEPT_RULES)
+        return _make(rule, weight, x.dtype, M)(x.contiguous(), None if bias is None else bias.contiguous())
 
 
-def prepare(qdata: Tensor, scale: Tensor, form: Int8 | Int4, K: int, dtype: torch.dtype) -> MultiplyFew:
+def _keep(kept: dict[Any, Any], key: Any, value: Any, most: int) -> None:
+    """Keep what was found, unless a graph is captured: nothing is checked then, so a later call may find better."""
+    if key not in kept and not torch.cuda.is_current_stream_capturing():
+        if len(kept) >= most:
+            kept.clear()
+        kept[key] = value
+
+
+def prepare(tensors: Mapping[str, Tensor], form: Format, K: int, dtype: torch.dtype) -> MultiplyFew:
     """Return `linear` of one weight, for contiguous x and bias of a dtype on its device: 20 us less of Python.
 
-    The function remembers the kernel for each number of rows. From `last` rows on one kernel serves all numbers.
+    The function remembers the kernel for each number of rows.
     """
-    last = _INTEGER_ROWS if _meets_integers(form, len(scale), K) else _MOST_ROWS[dtype] + 1
-    runs: dict[int, Run] = {}
+    weight, runs = Stored(tensors, form, K), dict[int, Run]()
 
     def multiply_prepared(x: Tensor, bias: Tensor | None) -> Tensor | None:
         M = x.numel() // K
         with torch.cuda.device_of(x):
-            run = runs.get(min(M, last))
+            run = runs.get(M)
             if run is None:
-                run = _find(qdata, scale, form, K, dtype, M)
-                if run is None:
+                rule = _choose(weight, dtype, M)
+                if rule is None:
                     return None
-                runs[min(M, last)] = run
+                run = _make(rule, weight, dtype, M)
+                _keep(runs, M, run, _KEPT_RUNS)
             return run(x, bias)
 
     return multiply_prepared
 
 
-def _meets_integers(form: Int8 | Int4, N: int, K: int) -> bool:
-    """Return whether many rows of x are rounded to integers and multiplied as such."""
-    return is_rounding(form) and N % _INTEGER_ALIGNMENT == K % _INTEGER_ALIGNMENT == 0
+def _takes(way: str, weight: Stored, dtype: torch.dtype, M: int) -> bool:
+    """Return whether a way multiplies M rows of a dtype with a weight."""
+    form, K, N, qdata, scale = weight.form, weight.K, weight.N, weight.tensors["qdata"], weight.tensors["scale"]
+    if N == 0 or K == 0:
+        return False
+    if way == "few_rows":
+        return (
+            M <= few_rows.MOST_ROWS and _takes_few_rows(form, weight.tensors, dtype) and few_rows.reads(weight.tensors)
+        )
+    if way == "float8":
+        is_aligned = M >= _ROUNDED_ROWS and N % _FLOAT8_ALIGNMENT == K % _FLOAT8_ALIGNMENT == 0
+        is_rounded = isinstance(form, Float8E4M3) and form.activations == "float8" and dtype == torch.bfloat16
+        return is_aligned and is_rounded and capability(qdata.device.index) >= _FLOAT8_CAPABILITY
+    if not _takes_triton(form, qdata, scale, dtype):
+        return False
+    if way == "integers":
+        return M >= _ROUNDED_ROWS and is_rounding(form) and N % _INTEGER_ALIGNMENT == K % _INTEGER_ALIGNMENT == 0
+    if way == "tiles":
+        return K % 4 == 0 and dtype in _TILE_DTYPES
+    return M == 1 if way == "row" else N * K <= DEQUANTIZED_ELEMENTS
 
 
-def _find(qdata: Tensor, scale: Tensor, form: Int8 | Int4, K: int, dtype: torch.dtype, M: int) -> Run | None:
-    """Return the fastest function for M rows; None if its kernel failed its check or the weight is too large."""
-    if M >= _INTEGER_ROWS and _meets_integers(form, len(scale), K):
-        kernel, rows = multiply_integers, _INTEGER_ROWS
-    elif M == 1 or (K % 4 == 0 and _MOST_ROWS[dtype] >= M):
-        kernel, rows = multiply, M if M == 1 else _tile(M)["BLOCK_M"]
-    else:
-        make = _find_dequantize(qdata, scale, form, K, dtype) if len(scale) * K <= DEQUANTIZED_ELEMENTS else None
-        return None if make is None else lambda x, bias: F.linear(x, make(), bias)
-    is_right = _is_right(Case(kernel, rows, dtype, scale.dtype, qdata.device, form))
-    return kernel(qdata, scale, K, M, dtype) if is_right else None
+def _choose(weight: Stored, dtype: torch.dtype, M: int) -> Rule | None:
+    """Return the rule of the fastest kernel; None if all failed their checks or the weight is too large."""
+    for rule in _rules(weight, M):
+        if _takes(rule.way, weight, dtype, M) and _is_right(_case(rule, weight, dtype)):
+            return rule
+    return None
 
 
-def _find_dequantize(
-    qdata: Tensor, scale: Tensor, form: Int8 | Int4, K: int, dtype: torch.dtype
-) -> Callable[[], Tensor] | None:
-    """Return a function that dequantizes the weight; None if the kernel failed its check."""
-    is_right = _is_right(Case(dequantize, 0, dtype, scale.dtype, qdata.device, form))
-    return dequantize(qdata, scale, K, 0, dtype) if is_right else None
+def _make(rule: Rule, weight: Stored, dtype: torch.dtype, M: int) -> Run:
+    made = _MAKE[rule.way](weight, M, dtype, rule.tile)
+    return functools.partial(_multiply_made, made) if rule.way == "dequantize" else made
+
+
+def _multiply_made(make: Callable[[], Tensor], x: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, make(), bias)
+
+
+def _rules(weight: Stored, M: int) -> list[Rule]:
+    qdata, groups = weight.tensors["qdata"], getattr(weight.form, "group_size", None) is not None
+    bits = 4 if qdata.dtype == torch.int32 else 8
+    return gpu_tables.rules_for(capability(qdata.device.index), bits, groups, M, weight.N)
+
+
+def _case(rule: Rule, weight: Stored, dtype: torch.dtype, experts: int = 0) -> Case:
+    """Return the case that has to be right before a rule is followed."""
+    tile = rule.tile
+    most = {"few_rows": tile.get("COLUMN_TILES", 0) * 8, "row": 1, "tiles": tile.get("BLOCK_M", 0), "dequantize": 0}
+    qdata, scale, tiles = weight.tensors["qdata"], weight.tensors["scale"], tuple(sorted(tile.items()))
+    M = most.get(rule.way, _ROUNDED_ROWS)
+    return Case(rule.way, tiles, M, experts, dtype, scale.dtype, qdata.device, weight.form)
 
 
 def dequantize_rows(tensors: Mapping[str, Tensor], form: Format, K: int, dtype: torch.dtype) -> Tensor | None:
     """Return the same bits as `form.dequantize_rows` for a matrix; None if no kernel computes them."""
-    qdata, scale = tensors["qdata"], tensors["scale"]
-    if qdata.dim() != 2 or qdata.numel() == 0 or not serves(form, qdata, dtype):
+    qdata, scale, weight = tensors["qdata"], tensors["scale"], Stored(tensors, form, K)
+    if qdata.dim() != 2 or qdata.numel() == 0 or qdata.device.type != "cuda" or dtype not in _DTYPES:
+        return None
+    if not _takes_triton(form, qdata, scale, dtype):
         return None
     with torch.cuda.device_of(qdata):
-        make = _find_dequantize(qdata, scale, form, K, dtype)
-        return None if make is None else make()
+        is_right = _is_right(_case(_DEQUANTIZE, weight, dtype))
+        return triton_launch.dequantize(weight, 0, dtype, {})() if is_right else None
 
 
-def multiply(qdata: Tensor, scale: Tensor, K: int, M: int, dtype: torch.dtype) -> Run:
-    """Return the function for products of M rows of x, in `dtype`, with int8 codes or words of int4.
+def serves_experts(form: Format, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> bool:
+    """Return whether one launch multiplies rows of x with experts of a format, on an NVIDIA GPU."""
+    return tensors["qdata"].device.type == "cuda" and _takes_few_rows(form, tensors, dtype)
 
-    Scales have the same dtype, or for M = 1 perhaps a narrower one. For M > 1 K is a multiple of 4.
+
+def multiply_experts(x: Tensor, tensors: Mapping[str, Tensor], form: Format, ends: Tensor) -> Tensor | None:
+    """Return the products of rows of x with their experts by one launch; None if its kernel is not right.
+
+    Args:
+        x: `[M, K]`, contiguous.
+        tensors: The stored tensors of experts `[E, N, K]` for which `serves_experts`.
+        form: Their format.
+        ends: Int32 `[E]`: expert e multiplies the rows before `ends[e]`. The host does not read it.
     """
-    qdata, scale, sizes, kind = _stored(qdata, scale, K)
-    return _multiply_row(qdata, scale, sizes, kind) if M == 1 else _multiply_tiles(qdata, scale, sizes, kind, M)
+    weight = Stored(tensors, form, x.shape[-1])
+    if not few_rows.reads(tensors) or ends.dtype != torch.int32 or x.numel() == 0 or tensors["scale"].numel() == 0:
+        return None
+    kind = form, x.dtype, tensors["scale"].dtype, few_rows.layout_of(tensors), x.device
+    with torch.cuda.device_of(x):
+        rule = _CHOSEN.get(kind) or _choose_for_experts(weight, x.dtype)
+        if rule is None:
+            return None
+        _keep(_CHOSEN, kind, rule, _KEPT_RULES)
+        return few_rows.multiply(tensors, form, weight.K, x.dtype, rule.tile)(x, None, ends.contiguous())
 
 
-def _multiply_row(qdata: Tensor, scale: Tensor, sizes: Sizes, kind: dict[str, int]) -> Run:
-    N, block = len(scale), _ROW_BLOCK[kind["BITS"]]
-    launch = _launcher("multiply_row", (-(-N // block["BLOCK_N"]), 1, 1), sizes, kind | block)
-
-    def run(x: Tensor, bias: Tensor | None) -> Tensor:
-        out = x.new_empty(*x.shape[:-1], N)
-        launch(x, qdata, scale, bias, out)
-        return out
-
-    return run
-
-
-def _multiply_tiles(qdata: Tensor, scale: Tensor, sizes: Sizes, kind: dict[str, int], M: int) -> Run:
-    (N, K, _, G), words, tile = sizes, qdata.view(torch.int32), _tile(M)
-    rows, columns, blocks = -(-M // tile["BLOCK_M"]), -(-N // tile["BLOCK_N"]), -(-K // tile["BLOCK_K"])
-    # Each section of the columns has programs of its own, whose sums are added up at the end.
-    section_blocks = -(-blocks // max(1, min(_PROGRAMS // (rows * columns), blocks // _LEAST_BLOCKS)))
-    sections = -(-blocks // section_blocks)
-    all_sizes = M, N, K, words.stride(0), G, section_blocks
-    launch = _launcher("multiply_tiles", (rows, columns, sections), all_sizes, kind | tile)
-    add = _launcher("add_sections", _programs(M * N), (sections, M * N, N), _ELEMENTS)
-
-    def run(x: Tensor, bias: Tensor | None) -> Tensor:
-        out = x.new_empty(*x.shape[:-1], N)
-        if sections == 1:
-            launch(x, words, scale, bias, out)
-        else:
-            sums = x.new_empty(sections, M, N, dtype=torch.float32)
-            launch(x, words, scale, None, sums)
-            add(sums, bias, out)
-        return out
-
-    return run
-
-
-def _stored(qdata: Tensor, scale: Tensor, K: int) -> tuple[Tensor, Tensor, Sizes, dict[str, int]]:
-    """Return codes and scales that kernels can read, their sizes and the constants of their format."""
-    # Rows may lie apart, as in a slice. The codes of a row have to lie side by side, and words of four begin aligned.
-    if qdata.stride(1) != 1 or (K % 4 == 0 and (qdata.stride(0) * qdata.itemsize | qdata.data_ptr()) % 4):
-        qdata = qdata.clone(memory_format=torch.contiguous_format)
-    N, G = scale.shape
-    kind = {"BITS": 4 if qdata.dtype == torch.int32 else 8, "GROUP": 0 if G == 1 else K // G}
-    return qdata, scale.contiguous(), (N, K, qdata.stride(0), G), kind
-
-
-def _launcher(
-    name: str, grid: tuple[int, int, int], sizes: tuple[float, ...], constants: Mapping[str, int]
-) -> Callable[..., None]:
-    """Return a function that launches a kernel on tensors; None stands for no bias.
-
-    From call to call only the addresses of the tensors may change. The compiled program is kept: to find it takes
-    Triton 14 us of the time of an H100's CPU, the launch itself 8.
-    """
-    kernel = getattr(_kernels(), name)
-    positional = [value for constant, value in constants.items() if constant.isupper()]
-    compiled: dict[tuple[int, ...], Callable[..., None]] = {}
-
-    def launch(*tensors: Tensor | None) -> None:
-        # Triton compiles another program for addresses that are no multiples of 16 bytes, and for no bias.
-        alignments = tuple([-1 if tensor is None else tensor.data_ptr() % 16 for tensor in tensors])
-        if alignments in compiled:
-            compiled[alignments](*tensors, *sizes, *positional)
-        else:
-            program = kernel[grid](*tensors, *sizes, **constants)
-            if program is not None:  # as in Triton's interpreter
-                compiled[alignments] = program[grid]
-
-    return launch
-
-
-@functools.cache
-def _kernels() -> Any:
-    # Imported by name, because the types of Triton's functions depend on whether it is installed.
-    return importlib.import_module("hf_trainweights.kernels.triton_products")
-
-
-def _tile(M: int) -> dict[str, int]:
-    return next((tile for tile in _TILES if tile["BLOCK_M"] >= M), _TILES[-1])
-
-
-def _programs(elements: int) -> tuple[int, int, int]:
-    return -(-elements // _ELEMENTS["BLOCK"]), 1, 1
-
-
-def multiply_integers(qdata: Tensor, scale: Tensor, K: int, M: int, dtype: torch.dtype) -> Run:
-    """Return the function for products of 17 rows of x or more, each of which is rounded to int8 with one scale.
-
-    K and N are multiples of 8.
-    """
-    del M, dtype
-    codes_of_weight, scale, N, kernels = qdata.contiguous().t(), scale.contiguous(), len(scale), _kernels()
-
-    def run(x: Tensor, bias: Tensor | None) -> Tensor:
-        M, out = x.numel() // K, x.new_empty(*x.shape[:-1], N)
-        codes, tops = x.new_empty(M, K, dtype=torch.int8), x.new_empty(M, dtype=torch.float32)
-        kernels.round_rows[(M,)](x, codes, tops, K, _SMALLEST_TOP, **_ELEMENTS)
-        products = torch.ops.aten._int_mm(codes, codes_of_weight)
-        kernels.scale_products[_programs(M * N)](products, tops, scale, bias, out, M * N, N, **_ELEMENTS)
-        return out
-
-    return run
-
-
-def dequantize(qdata: Tensor, scale: Tensor, K: int, M: int, dtype: torch.dtype) -> Callable[[], Tensor]:
-    """Return a function that returns the float weight `[N, K]`, not empty, each element rounded once to `dtype`."""
-    del M
-    qdata, scale, sizes, kind = _stored(qdata, scale, K)
-    N, block = len(scale), _DEQUANTIZED_BLOCK
-    launch = _launcher(
-        "dequantize_tiles", (-(-N // block["BLOCK_N"]), -(-K // block["BLOCK_K"]), 1), sizes, kind | block
-    )
-
-    def run() -> Tensor:
-        out = scale.new_empty(N, K, dtype=dtype)
-        launch(qdata, scale, out)
-        return out
-
-    return run
+def _choose_for_experts(weight: Stored, dtype: torch.dtype) -> Rule | None:
+    rules = (rule for rule in _rules(weight, few_rows.MOST_ROWS) if rule.way == "few_rows")
+    return next((rule for rule in rules if _is_right(_case(rule, weight, dtype, experts=_CHECKED_EXPERTS))), None)
 
 
 def _is_right(case: Case) -> bool:
@@ -306,11 +287,11 @@ def _is_right(case: Case) -> bool:
 
 def _check(case: Case) -> bool:
     """Compare a kernel's results with exact ones, for small weights of one block of K and of several."""
-    span = case.form.group_size or 16
+    span = math.lcm(case.form.column_step, getattr(case.form, "group_size", None) or 1, _LANE_COLUMNS)
     try:
         # A sum and not the larger one, because a sum is NaN if one of them is.
         difference = sum(_difference(case, 80, K) for K in (2 * span, 1024 + 2 * span))
-    # Whatever goes wrong inside Triton, its compiler or its driver: the weight can still be dequantized.
+    # Whatever goes wrong inside a compiler or the driver: another way to the product is left.
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     else:
@@ -318,29 +299,59 @@ def _check(case: Case) -> bool:
             return True
         reason = f"its results differ by {difference:.2g} of their norm"
     _logger.warning(
-        "The Triton kernel `%s` for %s, %s and %d rows fails on %s (%s). PyTorch's operations serve, which are slower.",
-        *(case.kernel.__name__, case.form, case.dtype, case.M, case.device, reason),
+        "The kernel `%s` for %s, %s and %d rows fails on %s (%s). Another one or PyTorch's operations serve, which are "
+        "slower.",
+        *(case.way, case.form, case.dtype, case.M, case.device, reason),
     )
     return False
 
 
 def _difference(case: Case, N: int, K: int) -> float:
     # The sines of squares are as good as random here, and do not change the state of torch's generators.
-    numbers = torch.arange(max(case.M, N) * K, dtype=torch.float64, device=case.device).square_()
-    tensors = case.form.quantize(numbers.mul(0.7).sin_()[: N * K].view(N, K).to(case.scale_dtype))
-    qdata, scale, exact = tensors["qdata"], tensors["scale"], case.form.dequantize_rows(tensors, K, torch.float64)
-    run = case.kernel(qdata, scale, K, case.M, case.dtype)
-    if case.kernel is dequantize:
-        arguments: tuple[Tensor, ...] = ()
-    else:
+    numbers = torch.arange(max(case.M, N, 1) * K, dtype=torch.float64, device=case.device).square_()
+    tensors = _sample(case, N, K, numbers)
+    weight = Stored(tensors, case.form, K)
+    exact = case.form.dequantize_rows(tensors, K, torch.float64)
+    if case.experts:
+        tensors = {name: tensor.expand(case.experts, *tensor.shape) for name, tensor in tensors.items()}
+        weight = weight._replace(tensors=tensors)
+    run = _MAKE[case.way](weight, case.M, case.dtype, dict(case.tile))
+    arguments: tuple[Tensor | None, ...] = ()
+    if case.way != "dequantize":
         x = numbers.mul(0.3).cos_()[: case.M * K].view(case.M, K)
-        if case.kernel is multiply_integers:  # multiples of a power of two, and one largest element: no rounding
-            x = x.mul_(126).round_().div_(64)
-            x[:, 0] = 127 / 64
+        if case.way in _LARGEST_CODE:  # multiples of a power of two, and one largest element: no rounding
+            largest = _LARGEST_CODE[case.way]
+            x = x.mul_(largest - 1).round_().div_(64)
+            x[:, 0] = largest / 64
         x = x.to(case.dtype)
-        exact = x.double() @ exact.t() + 1
-        arguments = x, x.new_ones(N)
+        exact = x.double() @ exact.t()
+        if case.experts:
+            ends = [case.M * (expert + 1) // case.experts for expert in range(case.experts)]
+            arguments = x, None, torch.tensor(ends, dtype=torch.int32, device=case.device)
+        else:
+            arguments, exact = (x, x.new_ones(N)), exact + 1
     run(*arguments)
-    # From the second call on `_launcher` launches the compiled program in another way.
+    # From the second call on Triton's compiled program is launched in another way.
     result = run(*arguments)
     return ((result.double() - exact).norm() / exact.norm()).item()
+
+
+def _sample(case: Case, N: int, K: int, numbers: Tensor) -> dict[str, Tensor]:
+    """Return stored tensors of a weight that is as good as random."""
+    values = numbers.mul(0.7).sin_()
+    if not case.form.is_import_only:
+        return case.form.quantize(values[: N * K].view(N, K).to(case.scale_dtype))
+    tensors = case.form.empty((N, K), case.scale_dtype, case.device)
+    for name, tensor in tensors.items():
+        octets = tensor.view(torch.uint8) if not tensor.is_floating_point() else tensor
+        any_values = values[: octets.numel()].view(octets.shape)
+        if name == "scale" and getattr(case.form, "scales", "") == "e8m0":
+            any_values = any_values.mul(8).add_(118)
+        elif tensor.dtype == torch.float8_e4m3fn:
+            any_values = any_values.abs().add(0.1)
+        elif not tensor.is_floating_point():
+            any_values = any_values.mul(127).add_(128)
+        elif "group_scale" in tensors:
+            any_values = any_values.mul(0.01)
+        octets.copy_(any_values)
+    return tensors

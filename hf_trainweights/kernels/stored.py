@@ -13,7 +13,6 @@ import functools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +23,6 @@ from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.cutting import cut_rows
 from hf_trainweights.formats.float8_e4m3 import Float8E4M3
-from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.wrapper import Wrapper
 from hf_trainweights.kernels import compiled, cuda, product_op
@@ -33,6 +31,8 @@ from hf_trainweights.kernels.cpu_features import ALL, is_rounding, most_rows, pr
 
 # A smaller largest magnitude of a row counts as this one, as in native/product.h.
 _SMALLEST_TOP = 2.0**-103
+
+_LARGEST_FLOAT8 = 448
 
 # Up to so many rows PyTorch's op for int8 is the fastest if no library is compiled.
 _MOST_PACKED_ROWS = 4
@@ -66,9 +66,11 @@ def linear(x: Tensor, held: Mapping[str, Tensor], form: Format, bias: Tensor | N
     if isinstance(form, Wrapper):
         return linear(form.inputs(x, held[form.added_name]), held, form.inner, bias)
     form = compiled.in_memory(form)
-    qdata, scale = held["qdata"], held["scale"]
+    if _rounds_to_float8(form) and x.device.type == "cpu":
+        return linear(round_to_float8(x), held, Float8E4M3(), bias)
+    qdata = held["qdata"]
     on_cpu = x.device.type == "cpu" and x.dtype in FLOAT_DTYPES and isinstance(form, compiled.FORMATS)
-    if x.device != qdata.device or not (on_cpu or _has_gpu_kernels(form, qdata, scale, x.dtype)):
+    if x.device != qdata.device or not (on_cpu or cuda.serves(form, held, x.dtype)):
         return None
     # A slice of every other row is not contiguous, and PyTorch's ops read some tensors by their address alone.
     tensors = [held[name].contiguous() for name in form.tensor_names]
@@ -76,11 +78,7 @@ def linear(x: Tensor, held: Mapping[str, Tensor], form: Format, bias: Tensor | N
         out = product_op.multiply(x, tensors, form, bias)
         if out is not None:
             return out
-    return LINEAR(x, tensors, bias, _config_of(form))
-
-
-def _has_gpu_kernels(form: Format, qdata: Tensor, scale: Tensor, dtype: torch.dtype) -> TypeGuard[Int8 | Int4]:
-    return cuda.serves(form, qdata, dtype) and torch.promote_types(scale.dtype, dtype) == dtype
+    return LINEAR(x, tensors, bias, config_of(form))
 
 
 def prepare_few_rows(held: Mapping[str, Tensor], form: Format, dtype: torch.dtype) -> MultiplyFew | None:
@@ -104,15 +102,18 @@ def prepare_few_rows(held: Mapping[str, Tensor], form: Format, dtype: torch.dtyp
             return None
         return only_fitting(lambda x, bias: multiply_few(inputs(x, added), bias), held, form, dtype, ALL)
     form = compiled.in_memory(form)
+    if _rounds_to_float8(form) and held["qdata"].device.type == "cpu":
+        plain = prepare_few_rows(held, Float8E4M3(), dtype)
+        return plain and only_fitting(lambda x, bias: plain(round_to_float8(x), bias), held, form, dtype, ALL)
     qdata, scale, *others = (held[name] for name in form.tensor_names)
     N, K = form.shape_of(qdata)
     if not all(tensor.is_contiguous() and tensor.device == qdata.device for tensor in held.values()):
         return None
-    if _has_gpu_kernels(form, qdata, scale, dtype):
+    if cuda.serves(form, held, dtype):
         # `linear` copies codes at such an address for each product. A copy kept here would not follow later changes.
         if qdata.data_ptr() % 4:
             return None
-        return only_fitting(cuda.prepare(qdata, scale, form, K, dtype), held, form, dtype, ALL)
+        return only_fitting(cuda.prepare(held, form, K, dtype), held, form, dtype, ALL)
     product = compiled.find(form, N, K, dtype, scale.dtype) if qdata.device.type == "cpu" else None
     if product is None:
         return None
@@ -124,23 +125,24 @@ def prepare_few_rows(held: Mapping[str, Tensor], form: Format, dtype: torch.dtyp
 
 
 @functools.lru_cache
-def _config_of(form: Format) -> str:
+def config_of(form: Format) -> str:
+    """Return the description of a format that an op takes."""
     return json.dumps(form.get_config())
 
 
 @functools.lru_cache
-def _format_of(config: str) -> Format:
+def format_of(config: str) -> Format:
+    """Return the format of such a description."""
     return get_format(json.loads(config))
 
 
 def _multiply(x: Tensor, stored: Sequence[Tensor], bias: Tensor | None, config: str) -> Tensor:
-    form, (qdata, scale, *groups) = _format_of(config), stored
+    form, (qdata, scale, *groups) = format_of(config), stored
     tensors, shape = dict(zip(form.tensor_names, stored, strict=True)), form.shape_of(qdata)
     if DEBUG:
         check_product("hf_trainweights::linear", x, tensors, form, bias, any_strides=True)
     if x.device.type == "cuda":
-        assert isinstance(form, (Int8, Int4))
-        out = cuda.linear(x, qdata, scale, bias, form)
+        out = cuda.linear(x, tensors, bias, form)
         return multiply_dequantized(x, tensors, form, shape, bias) if out is None else out
     product = compiled.find(form, *shape, x.dtype, scale.dtype)
     if product is not None and 0 < x.numel() <= product.most_rows * shape[-1]:
@@ -183,6 +185,16 @@ def _as_integers_hold_it(x: Tensor, form: Format) -> Tensor:
     unit = x.abs().amax(-1, keepdim=True).float().clamp_min_(_SMALLEST_TOP).mul_(1 / 127)
     # In a row with infinity each element becomes 0 * infinity, which is NaN.
     return x.div(unit).round_().mul_(unit).to(x.dtype)
+
+
+def _rounds_to_float8(form: Format) -> bool:
+    return isinstance(form, Float8E4M3) and form.activations is not None
+
+
+def round_to_float8(x: Tensor) -> Tensor:
+    """Return x with each row rounded to multiples of float8 codes; NaN for a row that is not finite."""
+    unit = x.abs().amax(-1, keepdim=True).float().clamp_min(_SMALLEST_TOP).mul(1 / _LARGEST_FLOAT8)
+    return ((x.float() / unit).to(torch.float8_e4m3fn).float() * unit).to(x.dtype)
 
 
 def multiply_dequantized(

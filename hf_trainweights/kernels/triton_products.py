@@ -274,10 +274,10 @@ def dequantize_tiles(
 
 
 @triton.jit
-def round_rows(x, codes, tops, K, smallest, BLOCK: tl.constexpr):
-    """Write a row of x `[M, K]` as int8 codes, and the row's factor to `tops`: its largest magnitude divided by 127.
+def round_rows(x, codes, tops, K, smallest, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+    """Write a row of x `[M, K]` as int8 or float8 codes up to LARGEST, and the row's factor to `tops`.
 
-    The factor is NaN if an element is not finite.
+    The factor is the largest magnitude divided by LARGEST, or NaN if an element is not finite.
     """
     row = tl.program_id(0).to(tl.int64)
     top = 0.0
@@ -287,23 +287,58 @@ def round_rows(x, codes, tops, K, smallest, BLOCK: tl.constexpr):
         values = tl.load(x + row * K + k, mask=k < K, other=0).to(tl.float32)
         top = tl.maximum(top, tl.max(tl.abs(values), axis=0))
         not_finite += tl.sum(values * 0.0, axis=0)
-    factor = tl.maximum(top, smallest) * (1 / 127) + not_finite
+    factor = tl.maximum(top, smallest) * (1 / LARGEST) + not_finite
     tl.store(tops + row, factor)
     for start in range(0, K, BLOCK):
         k = start + tl.arange(0, BLOCK)
         values = tl.div_rn(tl.load(x + row * K + k, mask=k < K, other=0).to(tl.float32), factor)
-        # Adding 1.5 * 2**23 and taking it away rounds to the nearest integer, ties to the even one.
-        tl.store(codes + row * K + k, ((values + 12582912.0) - 12582912.0).to(tl.int8), mask=k < K)
+        if codes.dtype.element_ty == tl.int8:
+            # Adding 1.5 * 2**23 and taking it away rounds to the nearest integer, ties to the even one.
+            values = (values + 12582912.0) - 12582912.0
+        tl.store(codes + row * K + k, values.to(codes.dtype.element_ty), mask=k < K)
 
 
-@triton.jit(do_not_specialize=["size"])
-def scale_products(products, tops, scale, bias, out, size, N, BLOCK: tl.constexpr):
-    """Write out `[M, N]`: integer product times factor of the row times scale of the column, plus the bias."""
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = index < size
-    values = tl.load(products + index, mask=mask, other=0).to(tl.float32)
-    values *= tl.load(tops + index // N, mask=mask, other=0)
-    values *= tl.load(scale + index % N, mask=mask, other=0).to(tl.float32)
+@triton.jit(do_not_specialize=["M"])
+def multiply_codes(
+    codes,
+    tops,
+    qdata,
+    scale,
+    bias,
+    out,
+    M,
+    N,
+    K,
+    row_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """Write out `[M, N]`: codes `[M, K]` times int8 codes of a weight, a row's factor and a column's scale, plus bias.
+
+    Integers are summed in registers and scaled there, so none is written to memory.
+    """
+    # Programs that run at once share rows of x and of the weight: GROUP_M tiles of x meet one tile of the weight.
+    program, tiles_m, tiles_n = tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    first = program // (GROUP_M * tiles_n) * GROUP_M
+    height = tl.minimum(tiles_m - first, GROUP_M)
+    m = (first + program % (GROUP_M * tiles_n) % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = program % (GROUP_M * tiles_n) // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    # Rows past the end are read as the last one, and not written.
+    lefts = codes + tl.minimum(m, M - 1).to(tl.int64)[:, None] * K + k[None, :]
+    rights = qdata + tl.minimum(n, N - 1).to(tl.int64)[None, :] * row_stride + k[:, None]
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+    for start in range(0, K, BLOCK_K):
+        fits = k < K - start
+        left = tl.load(lefts, mask=fits[None, :], other=0)
+        sums = tl.dot(left, tl.load(rights, mask=fits[:, None], other=0), sums, out_dtype=tl.int32)
+        lefts += BLOCK_K
+        rights += BLOCK_K
+    result = sums.to(tl.float32) * tl.load(tops + m, mask=m < M, other=0)[:, None]
+    result *= tl.load(scale + n, mask=n < N, other=0).to(tl.float32)[None, :]
     if bias is not None:
-        values += tl.load(bias + index % N, mask=mask, other=0).to(tl.float32)
-    tl.store(out + index, values.to(out.dtype.element_ty), mask=mask)
+        result += tl.load(bias + n, mask=n < N, other=0).to(tl.float32)[None, :]
+    mask = (m < M)[:, None] & (n < N)[None, :]
+    tl.store(out + m.to(tl.int64)[:, None] * N + n[None, :], result.to(out.dtype.element_ty), mask=mask)

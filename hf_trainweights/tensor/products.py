@@ -14,6 +14,7 @@ from hf_trainweights import kernels
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.base import Format
+from hf_trainweights.kernels import experts
 from hf_trainweights.kernels.arguments import MultiplyFew
 from hf_trainweights.kernels.stored import multiply_dequantized, multiply_transpose
 from hf_trainweights.tensor.dispatch import AT_ONCE, compute_dequantized, implements, replaces
@@ -118,16 +119,23 @@ def _bmm(func: Any, first: Any, second: Any) -> Tensor:
 @implements(aten._grouped_mm.default)
 def _grouped_mm(func: Any, x: Tensor, weight: Any, offs: Tensor | None = None, **others: Any) -> Tensor:
     """Multiply the rows of x with their experts; an expert without rows is not touched."""
-    fits = x.dim() == 2 and weight.dim() == 3
-    is_forward, is_gradient = fits and _fits(x, weight, transposed=True), fits and _fits_gradient(x, weight)
-    if not (is_forward or is_gradient) or offs is None or others or not is_plain(x, offs):
+    if offs is None or others or x.dim() != 2 or weight.dim() != 3:
         return compute_dequantized(func, x, weight, offs, **others)
-    times = multiply if is_forward else multiply_transpose
+    if _fits(x, weight, transposed=True) and (is_plain(x, offs) or _is_kept(x, weight)):
+        return kernels.multiply_experts(x, weight.tensors, weight.format, offs)
+    if not (_fits_gradient(x, weight) and is_plain(offs)):
+        return compute_dequantized(func, x, weight, offs)
     out, ends = x.new_zeros(x.shape[0], weight.shape[-1]), offs.tolist()
     for index, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
         if end > start:
-            out[start:end] = times(x[start:end], *_expert(weight, index))
+            out[start:end] = multiply_transpose(x[start:end], *_expert(weight, index))
     return out
+
+
+def _is_kept(x: Tensor, weight: QuantizedTensor) -> bool:
+    """Return whether a compiler, which traces with x, keeps the product with experts as one op."""
+    is_exported = torch.compiler.is_exporting() or torch.onnx.is_in_onnx_export()
+    return not is_exported and experts.serves(weight.format, weight.tensors, x.dtype)
 
 
 def _expert(weight: QuantizedTensor, index: int) -> Expert:

@@ -6,25 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.cuda import LLAMA, Sizes, compared, measure
-
-TINY = Sizes(
-    llama={
-        **LLAMA,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 64,
-    },
-    shapes=[(64, 128)],
-    rows=[1, 72],
-    rotated_bytes=100_000,
-    prompt_tokens=4,
-    decoded_tokens=2,
-    compiled=False,
-)
+from benchmarks.cuda import TINY, compared, measure
 
 
 @pytest.mark.slow
@@ -35,10 +17,10 @@ def test_it_measures_each_product_and_phase() -> None:
     assert kept == sorted(set(kept))
     assert report["failures"] == {}
     assert {(row["phase"], row["name"]) for row in report["model"]} == {
-        (phase, method.name) for phase in ("decode", "prefill") for method in ours[1:]
+        (phase, method.name) for phase in ("decode", "decode, batch 2", "prefill", "prefill 8") for method in ours[1:]
     }
     ways = {(row["M"], row["name"]) for row in report["products"]}
-    assert {(1, "bf16"), (72, "bf16"), (72, "int4 g128, dequantized")} <= ways
+    assert {(1, "bf16"), (600, "bf16"), (1, "int4 g128, kernel"), (600, "int4 g128, dequantized")} <= ways
     assert all(row["seconds"] > 0 for row in report["products"] + report["model"])
 
 
@@ -51,4 +33,11 @@ def test_what_is_not_measured_again_stays() -> None:
     assert report["products"] == [product]
     assert report["machine"] == "a GPU"
     assert peer in report["model"]
-    assert {row["phase"] for row in report["model"] if row["name"] == "int8"} == {"decode", "prefill"}
+    assert {row["phase"] for row in report["model"] if row["name"] == "int8"} >= {"decode", "prefill"}
+
+
+def test_what_no_time_is_left_for_is_told() -> None:
+    methods = [method for method in compared() if method.name in ("bf16", "int8")]
+    report = measure("cpu", replace(TINY, shapes=(), seconds=0), methods, lambda report: None)
+    assert report["model"] == []
+    assert report["failures"]["int8, decode"] == "no time was left"

@@ -76,7 +76,7 @@ from hf_trainweights.kernels import stored
 for form in (FORMATS["int8"](), FORMATS["int4"](32), FORMATS["uint4"]()):
     weight, x, bias = torch.randn(64, 64).bfloat16(), torch.zeros(64, 2).bfloat16().t(), torch.zeros(64, 2).bfloat16()
     qdata, scale, *others = form.quantize(weight).values()
-    config = stored._config_of(form)
+    config = stored.config_of(form)
     stored.LINEAR(x, [qdata, scale, *others], bias[:, 0], config)
     try:
         stored.LINEAR(x, [qdata, scale[:1].expand(scale.shape), *others], None, config)

@@ -47,4 +47,4 @@ def test_the_op_is_well_behaved(rows: int) -> None:
     tensors = FORM.quantize(random_weight(24, 64))
     x = random_weight(rows, 64)
     for bias in (None, random_weight(24)):
-        torch.library.opcheck(stored.LINEAR, (x, list(tensors.values()), bias, stored._config_of(FORM)))
+        torch.library.opcheck(stored.LINEAR, (x, list(tensors.values()), bias, stored.config_of(FORM)))

@@ -236,7 +236,7 @@ def test_a_program_from_elsewhere_runs_without_the_library(form: Format, dtype: 
     weight = form.dequantize(tensors, (20, 64), dtype)
     for M in (1, 9):
         x = random_weight(M, 64, dtype=dtype, seed=M)
-        out = stored.LINEAR(x, list(tensors.values()), bias, stored._config_of(form))
+        out = stored.LINEAR(x, list(tensors.values()), bias, stored.config_of(form))
         assert_close_product(out, F.linear(x, weight, bias), F.linear(x.double(), weight.double(), bias.double()))
 
 

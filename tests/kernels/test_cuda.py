@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +18,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from weights import random_weight
 
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
+from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.kernels import cuda, linear, prepare_few_rows, stored
+from hf_trainweights.kernels import cuda, gpu_tables, linear, prepare_few_rows, stored, triton_launch
 from hf_trainweights.kernels.stored import multiply_dequantized
+from hf_trainweights.kernels.triton_launch import Run, Stored
 
 every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 every_form = pytest.mark.parametrize("form", [Int8(), Int8(32), Int4(32)], ids=str)
@@ -29,36 +33,39 @@ every_form = pytest.mark.parametrize("form", [Int8(), Int8(32), Int4(32)], ids=s
 class FakeKernel:
     """In place of what makes a product in `cuda`: right, wrong or broken, and counting the calls of what it makes."""
 
-    def __init__(
-        self, form: Int8 | Int4, factor: float = 1.0, error: Exception | None = None, name: str = "multiply"
-    ) -> None:
-        self.form, self.factor, self.error, self.rows, self.__name__ = form, factor, error, [], name
+    def __init__(self, form: Format, factor: float = 1.0, error: Exception | None = None) -> None:
+        self.form, self.factor, self.error, self.rows = form, factor, error, []
 
-    def __call__(self, qdata: Tensor, scale: Tensor, K: int, M: int, dtype: torch.dtype) -> cuda.Run:
+    def __call__(self, weight: Stored, M: int, dtype: torch.dtype, tile: Mapping[str, int]) -> Run:
         def run(x: Tensor, bias: Tensor | None) -> Tensor:
+            K = weight.K
             assert x.dtype == dtype
             assert x.is_contiguous()
             self.rows.append(x.numel() // K)
             if self.error is not None:
                 raise self.error
-            weight = self.form.dequantize_rows({"qdata": qdata, "scale": scale}, K, torch.float64)
-            return (self.factor * F.linear(x.double(), weight, None if bias is None else bias.double())).to(x.dtype)
+            exact = self.form.dequantize_rows(weight.tensors, K, torch.float64)
+            return (self.factor * F.linear(x.double(), exact, None if bias is None else bias.double())).to(x.dtype)
 
         return run
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the CPU be a GPU on which nothing has been checked, with Triton but without NVRTC."""
     monkeypatch.setattr(cuda, "_CHECKED", {})
+    monkeypatch.setattr(cuda, "_CHOSEN", {})
+    monkeypatch.setattr(cuda, "_has_triton", lambda index: True)
+    monkeypatch.setattr(cuda, "_has_driver", lambda index: False)
+    monkeypatch.setattr(cuda, "capability", lambda index: (0, 0))
+    monkeypatch.setattr(cuda, "_MAKE", dict(cuda._MAKE))
     # A build of PyTorch without CUDA cannot be asked.
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
-@pytest.mark.parametrize("tile", cuda._TILES, ids=str)
-def test_a_tile_has_sizes_that_triton_takes(tile: dict[str, int]) -> None:
-    sizes = [size for name, size in tile.items() if name.startswith("BLOCK")]
-    assert len(sizes) == 3
-    assert all(size.bit_count() == 1 and size >= 16 for size in sizes)
+def use(kernel: Callable[..., Any], *ways: str) -> None:
+    """Let a kernel multiply in place of those of some ways; by default of Triton's for x that is not rounded."""
+    cuda._MAKE.update(dict.fromkeys(ways or ("row", "tiles"), kernel))
 
 
 @pytest.mark.parametrize(
@@ -91,9 +98,11 @@ def test_columns_are_divided_only_until_there_are_enough_programs(
 
             return launch
 
-    monkeypatch.setattr(cuda, "_kernels", lambda: SimpleNamespace(multiply_tiles=Kernel(), add_sections=Adder()))
-    codes = torch.zeros(1, K, dtype=torch.int8).expand(N, K)
-    run = cuda.multiply(codes, torch.ones(N, 1), K, M, torch.bfloat16)
+    kernels = SimpleNamespace(multiply_tiles=Kernel(), add_sections=Adder())
+    monkeypatch.setattr(triton_launch, "_kernels", lambda: kernels)
+    tensors = {"qdata": torch.zeros(1, K, dtype=torch.int8).expand(N, K), "scale": torch.ones(N, 1)}
+    tile = next(rule.tile for rule in gpu_tables.rules_for((9, 0), 8, False, M, N) if rule.way == "tiles")
+    run = triton_launch.multiply_tiles(Stored(tensors, Int8(), K), M, torch.bfloat16, tile)
     out = run(torch.zeros(M, K, dtype=torch.bfloat16), torch.full((N,), 0.5))
     assert launched == [grid]
     parts = grid[-1]
@@ -101,7 +110,7 @@ def test_columns_are_divided_only_until_there_are_enough_programs(
 
 
 def product(x: Tensor, tensors: dict[str, Tensor], form: Int8 | Int4, bias: Tensor | None = None) -> Tensor:
-    out = cuda.linear(x, tensors["qdata"], tensors["scale"], bias, form)
+    out = cuda.linear(x, tensors, bias, form)
     shape = len(tensors["scale"]), x.shape[-1]
     return multiply_dequantized(x, tensors, form, shape, bias) if out is None else out
 
@@ -124,8 +133,9 @@ def test_with_and_without_kernels_products_are_right(
     x, bias = random_weight(*shape, dtype=dtype, seed=1), random_weight(80, dtype=dtype, seed=2)
     for error in (None, RuntimeError("no compiler")):
         cuda._CHECKED.clear()
+        cuda._CHOSEN.clear()
         kernel = FakeKernel(form, error=error)
-        monkeypatch.setattr(cuda, "multiply", kernel)
+        use(kernel)
         assert_product(product(x, tensors, form, bias), x, tensors, form, bias)
         assert bool(kernel.rows) == (shape == (96,) or (shape == (2, 3, 96) and dtype != torch.float32))
 
@@ -133,20 +143,87 @@ def test_with_and_without_kernels_products_are_right(
 @every_form
 def test_a_kernel_is_checked_once_for_each_tile(form: Int8 | Int4, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = FakeKernel(form)
-    monkeypatch.setattr(cuda, "multiply", kernel)
+    use(kernel)
     tensors = form.quantize(random_weight(8, 96, dtype=torch.bfloat16))
     for rows in (1, 1, 5, 16, 40, 300):
         product(random_weight(rows, 96, dtype=torch.bfloat16), tensors, form)
     # Each check multiplies two weights, each twice.
-    assert kernel.rows == [*[1] * 4, 1, 1, *[16] * 4, 5, 16, *[64] * 4, 40]
+    many = 64 if form == Int8(32) else 128
+    assert kernel.rows == [*[1] * 4, 1, 1, *[16] * 4, 5, 16, *[64] * 4, 40, *([many] * 4 if many > 64 else []), 300]
+
+
+@every_form
+@pytest.mark.parametrize("factor", [1.0, 1.1])
+def test_few_rows_meet_cuda_c_and_triton_where_it_is_wrong(
+    factor: float, form: Int8 | Int4, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "_has_driver", lambda index: True)
+    few_rows, triton = FakeKernel(form, factor), FakeKernel(form)
+    use(few_rows, "few_rows")
+    use(triton)
+    tensors, bias = form.quantize(random_weight(80, 96).bfloat16()), random_weight(80, seed=2).bfloat16()
+    few_rows.rows.clear()
+    for rows in (3, 12, 20):
+        x = random_weight(rows, 96, seed=1).bfloat16()
+        assert_product(product(x, tensors, form, bias), x, tensors, form, bias)
+    multiplied = [rows for rows in (3, 12) if rows in few_rows.rows]
+    assert multiplied == ([3, 12] if factor == 1 else [])
+    assert 20 in triton.rows
+    assert (3 in triton.rows) == (factor != 1)
+    # x of float32, and codes that a lane cannot load, are left to Triton.
+    x = random_weight(1, 96, seed=1)
+    product(x, form.quantize(random_weight(80, 96)), form)
+    assert 1 not in few_rows.rows
+    assert 1 in triton.rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "capability", "expected"),
+    [
+        (17, (80, 96), (8, 9), True),
+        (16, (80, 96), (8, 9), False),
+        (17, (80, 96), (8, 6), False),
+        (17, (72, 96), (9, 0), False),
+        (17, (80, 88), (9, 0), False),
+    ],
+)
+def test_float8_activations_meet_float8_where_a_gpu_multiplies_it(
+    rows: int, shape: tuple[int, int], capability: tuple[int, int], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "_has_driver", lambda index: True)
+    monkeypatch.setattr(cuda, "capability", lambda index: capability)
+    form, kernel = Float8E4M3(activations="float8"), FakeKernel(Float8E4M3())
+    use(kernel, "float8", "few_rows")
+    tensors, x = form.quantize(random_weight(*shape).bfloat16()), random_weight(rows, shape[1], seed=1).bfloat16()
+    cuda.linear(x, tensors, None, form)
+    assert (17 in kernel.rows) == expected
+
+
+def test_float8_of_pytorch_is_scaled_by_rows_and_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    form, tensors = Float8E4M3(activations="float8"), Float8E4M3().quantize(random_weight(32, 64).bfloat16())
+    x, bias = random_weight(2, 20, 64, seed=1).bfloat16(), random_weight(32, seed=2).bfloat16()
+
+    def round_rows(x: Tensor, codes: Tensor, tops: Tensor, K: int, smallest: float, largest: int, **_: int) -> None:
+        rows = x.view(-1, K).float()
+        tops.copy_(rows.abs().amax(-1, keepdim=True) / largest)
+        codes.copy_((rows / tops).to(torch.float8_e4m3fn))
+
+    kernels = SimpleNamespace(round_rows={(40,): round_rows})
+    monkeypatch.setattr(triton_launch, "_kernels", lambda: kernels)
+    result = triton_launch.multiply_float8(Stored(tensors, form, 64), 40, torch.bfloat16, {})(x, bias)
+    rounded = stored.round_to_float8(x.float()).double()
+    exact = F.linear(rounded, form.dequantize_rows(tensors, 64, torch.float64), bias.double())
+    assert result.dtype == torch.bfloat16
+    assert result.shape == (2, 20, 32)
+    assert (result.double() - exact).norm() <= torch.finfo(torch.bfloat16).eps * exact.norm()
 
 
 @every_form
 @pytest.mark.parametrize(
     ("factor", "error", "reason"),
     [
-        (1.1, None, "`multiply` for .* results differ by 0.2 of"),
-        (torch.nan, None, "`multiply` for .* results differ by nan of"),
+        (1.1, None, "`row` for .* results differ by 0.2 of"),
+        (torch.nan, None, "`row` for .* results differ by nan of"),
         (1.0, RuntimeError("out of resources"), "RuntimeError: out of resources"),
     ],
 )
@@ -159,7 +236,8 @@ def test_a_kernel_that_fails_its_check_is_never_used(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     kernel = FakeKernel(form, factor, error)
-    monkeypatch.setattr(cuda, "multiply", kernel)
+    use(kernel)
+    cuda._MAKE["dequantize"] = dequantize
     tensors, x = form.quantize(random_weight(8, 96)), random_weight(1, 96, seed=1)
     with caplog.at_level(logging.WARNING):
         first, second = product(x, tensors, form), product(x, tensors, form)
@@ -172,13 +250,14 @@ def test_a_kernel_that_fails_its_check_is_never_used(
 @every_form
 def test_nothing_is_checked_while_a_graph_is_captured(form: Int8 | Int4, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = FakeKernel(form)
-    monkeypatch.setattr(cuda, "multiply", kernel)
+    use(kernel)
     tensors, x = form.quantize(random_weight(8, 96)), random_weight(1, 96)
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         product(x, tensors, form)
         assert kernel.rows == []
-        cuda._CHECKED[cuda.Case(kernel, 1, x.dtype, x.dtype, x.device, form)] = True
+        rule = next(rule for rule in cuda._rules(Stored(tensors, form, 96), 1) if rule.way == "row")
+        cuda._CHECKED[cuda._case(rule, Stored(tensors, form, 96), x.dtype)] = True
         product(x, tensors, form)
     assert kernel.rows == [1]
 
@@ -197,9 +276,9 @@ def test_int8_activations_meet_integers_where_there_is_a_product_of_them(
     rows: int, shape: tuple[int, int], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     form = Int8(activations="int8")
-    integers = FakeKernel(Int8(), name="multiply_integers")
-    monkeypatch.setattr(cuda, "multiply", FakeKernel(Int8()))
-    monkeypatch.setattr(cuda, "multiply_integers", integers)
+    integers = FakeKernel(Int8())
+    use(FakeKernel(Int8()))
+    use(integers, "integers")
     tensors = Int8().quantize(random_weight(*shape).half())
     x, bias = random_weight(rows, shape[1], seed=1).half(), random_weight(shape[0], seed=2).half()
     assert_product(product(x, tensors, form, bias), x, tensors, Int8(), bias)
@@ -210,9 +289,9 @@ def test_int8_activations_meet_integers_where_there_is_a_product_of_them(
 def test_groups_are_served_where_blocks_hold_whole_ones(
     group_size: int | None, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda, "_compiles", lambda index: True)
     with FakeTensorMode():
-        assert cuda.serves(Int8(group_size), torch.empty(8, 8, device="cuda"), torch.float32) == expected
+        tensors = {"qdata": torch.empty(8, 8, device="cuda"), "scale": torch.empty(8, 1, device="cuda")}
+        assert cuda.serves(Int8(group_size), tensors, torch.float32) == expected
 
 
 @pytest.mark.parametrize(
@@ -221,7 +300,6 @@ def test_groups_are_served_where_blocks_hold_whole_ones(
 def test_nothing_is_prepared_in_a_dtype_that_no_kernel_has(
     dtype: torch.dtype, scale_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda, "_compiles", lambda index: True)
     with FakeTensorMode():
         held = {"qdata": torch.empty(8, 8, dtype=torch.int8, device="cuda")}
         held["scale"] = torch.empty(8, 1, dtype=scale_dtype, device="cuda")
@@ -232,7 +310,6 @@ def test_nothing_is_prepared_in_a_dtype_that_no_kernel_has(
 def test_a_product_is_served_where_both_factors_are_on_one_gpu(
     x_on: str, weight_on: str, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda, "_compiles", lambda index: True)
     with FakeTensorMode():
         held = {"qdata": torch.empty(8, 8, dtype=torch.int8, device=weight_on)}
         held["scale"] = torch.empty(8, 1, device=weight_on)
@@ -244,10 +321,10 @@ def test_a_product_is_served_where_both_factors_are_on_one_gpu(
 def test_what_is_prepared_multiplies_as_others_do_once_its_kernel_is_right(
     form: Int8 | Int4, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda, "multiply", FakeKernel(form))
-    monkeypatch.setattr(cuda, "dequantize", dequantize)
+    use(FakeKernel(form))
+    cuda._MAKE["dequantize"] = dequantize
     tensors, bias = form.quantize(random_weight(80, 96).half()), random_weight(80, seed=2).half()
-    multiply = cuda.prepare(tensors["qdata"], tensors["scale"], form, 96, torch.float16)
+    multiply = cuda.prepare(tensors, form, 96, torch.float16)
     x = random_weight(*shape, seed=1).half()
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -258,39 +335,39 @@ def test_what_is_prepared_multiplies_as_others_do_once_its_kernel_is_right(
         assert torch.equal(result, product(x, tensors, form, bias))
 
 
-def dequantize(qdata: Tensor, scale: Tensor, K: int, M: int, dtype: torch.dtype) -> Callable[[], Tensor]:
-    form = Int8(None if scale.shape[1] == 1 else 32) if qdata.dtype == torch.int8 else Int4(32)
-    return lambda: form.dequantize_rows({"qdata": qdata, "scale": scale}, K, dtype)
+def dequantize(weight: Stored, M: int, dtype: torch.dtype, tile: Mapping[str, int]) -> Callable[[], Tensor]:
+    return lambda: weight.form.dequantize_rows(weight.tensors, weight.K, dtype)
 
 
 def test_what_is_prepared_is_found_once_for_a_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     form = Int8(activations="int8")
-    monkeypatch.setattr(cuda, "multiply", FakeKernel(Int8()))
-    monkeypatch.setattr(cuda, "multiply_integers", FakeKernel(Int8(), name="multiply_integers"))
-    find, found = cuda._find, []
-    monkeypatch.setattr(cuda, "_find", lambda *arguments: found.append(arguments[-1]) or find(*arguments))
+    use(FakeKernel(Int8()))
+    use(FakeKernel(Int8()), "integers")
+    choose, found = cuda._choose, []
+    monkeypatch.setattr(cuda, "_choose", lambda *arguments: found.append(arguments[-1]) or choose(*arguments))
     tensors = form.quantize(random_weight(80, 96).half())
-    multiply = cuda.prepare(tensors["qdata"], tensors["scale"], form, 96, torch.float16)
+    multiply = cuda.prepare(tensors, form, 96, torch.float16)
     for rows in (1, 5, 1, 5, 17, 40, 300, 16):
         multiply(random_weight(rows, 96).half(), None)
-    assert found == [1, 5, 17, 16]
+    assert found == [1, 5, 17, 40, 300, 16]
 
 
 def test_rows_are_left_to_others_where_their_kernel_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "multiply", FakeKernel(Int8(), 1.1))
+    use(FakeKernel(Int8(), 1.1))
     tensors = Int8().quantize(random_weight(80, 96))
-    multiply = cuda.prepare(tensors["qdata"], tensors["scale"], Int8(), 96, torch.float32)
+    multiply = cuda.prepare(tensors, Int8(), 96, torch.float32)
     assert multiply(random_weight(96), None) is None
 
 
 def test_nothing_is_served_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert not cuda._compiles.__wrapped__(0)
+    assert not cuda._has_triton.__wrapped__(0)
+    assert not cuda._has_driver.__wrapped__(0)
 
 
 @pytest.mark.parametrize("form", [Int8(), Int8(32), Int8(activations="int8"), Int4(32)], ids=str)
 def test_a_compiler_sees_one_op(form: Int8 | Int4, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_compiles", lambda index: True)
     tensors = form.quantize(random_weight(80, 96))
 
     def multiply(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor) -> Tensor | None:
@@ -304,3 +381,32 @@ def test_a_compiler_sees_one_op(form: Int8 | Int4, monkeypatch: pytest.MonkeyPat
     calls = [node.target for node in graph.graph.nodes if node.op == "call_function"]
     assert calls == [stored.LINEAR]
     assert (result.shape, result.dtype, result.device.type) == ((2, 3, 80), torch.float32, "cuda")
+
+
+def test_a_slower_kernel_of_a_captured_graph_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    form, kernel = Int8(), FakeKernel(Int8())
+    use(kernel)
+    cuda._MAKE["dequantize"] = dequantize
+    tensors, x = form.quantize(random_weight(80, 96)), random_weight(1, 96, seed=1)
+    product(random_weight(5, 96), tensors, form)  # checks what dequantizes
+    multiply = cuda.prepare(tensors, form, 96, torch.float32)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert multiply(x, None) is not None
+    assert 1 not in kernel.rows
+    multiply(x, None)
+    assert 1 in kernel.rows
+
+
+def test_an_op_chooses_once_for_products_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(FakeKernel(Int8()))
+    choose, chosen = cuda._choose, []
+    monkeypatch.setattr(cuda, "_choose", lambda *arguments: chosen.append(arguments[-1]) or choose(*arguments))
+    first, second = (Int8().quantize(random_weight(80, 96, seed=seed).half()) for seed in (0, 1))
+    memory = torch.empty(80 * 96 + 8, dtype=torch.int8)
+    shifted = first | {"qdata": memory[8:].view(80, 96).copy_(first["qdata"])}
+    for tensors, rows in ((first, 1), (second, 1), (first, 1), (first, 2), (shifted, 1)):
+        x = random_weight(rows, 96, seed=2).half()
+        assert_product(product(x, tensors, Int8()), x, tensors, Int8(), torch.zeros(80).half())
+    assert chosen[:2] == [1, 2]
+    assert len(chosen) <= 3

@@ -135,7 +135,7 @@ def test_the_ops_are_well_behaved(M: int) -> None:
     weight = weight_of((64, 64, 32), torch.bfloat16)
     for bias in (None, random(64)):
         torch.library.opcheck(
-            stored.LINEAR, (random(M, 64), [weight.qdata, weight.scale], bias, stored._config_of(weight.format))
+            stored.LINEAR, (random(M, 64), [weight.qdata, weight.scale], bias, stored.config_of(weight.format))
         )
 
 

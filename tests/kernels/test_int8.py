@@ -249,7 +249,7 @@ def test_the_op_passes_the_checks_of_pytorch(quantize_x: bool, dtype: torch.dtyp
             x(rows, 96, dtype=dtype),
             [weight.qdata, weight.scale],
             x(80, dtype=dtype),
-            stored._config_of(Int8(None, "int8" if quantize_x else None)),
+            stored.config_of(Int8(None, "int8" if quantize_x else None)),
         )
         torch.library.opcheck(stored.LINEAR, arguments)
 
@@ -293,7 +293,7 @@ def test_it_compiles_to_one_graph_for_all_rows(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 def test_all_ways_to_the_kernel_give_equal_bits(mode: type) -> None:
     weight, inputs, bias = quantized(80, 96, torch.bfloat16), x(3, 96).bfloat16(), x(80).bfloat16()
-    expected = stored.LINEAR(inputs, [weight.qdata, weight.scale], bias, stored._config_of(weight.format))
+    expected = stored.LINEAR(inputs, [weight.qdata, weight.scale], bias, stored.config_of(weight.format))
     with mode():
         assert torch.equal(F.linear(inputs, weight, bias), expected)
         assert torch.equal(torch.addmm(bias, inputs, weight.t()), expected)

@@ -12,13 +12,17 @@ from architectures import make_llama, random_ids
 from helpers import assert_close_product
 from torch import Tensor
 from transformers import PreTrainedModel
-from weights import random_weight
+from weights import random_weight, stored_tensors
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, kernels, quantize_
+from hf_trainweights.formats.affine import Affine
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
+from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.kernels import cuda
+from hf_trainweights.formats.table4 import Table4
+from hf_trainweights.kernels import cuda, cuda_driver
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -41,13 +45,9 @@ def quantized(N: int, K: int, dtype: torch.dtype, form: Int8 | Int4) -> Quantize
     return QuantizedTensor.quantize(on_gpu(N, K, dtype=dtype, seed=0), form)
 
 
-def kernels_used(name: str, form: Int8 | Int4, dtype: torch.dtype) -> list[bool]:
+def kernels_used(way: str, form: Format, dtype: torch.dtype) -> list[bool]:
     """Return the result of each check of a kernel."""
-    return [
-        right
-        for case, right in cuda._CHECKED.items()
-        if (case.kernel.__name__, case.form, case.dtype) == (name, form, dtype)
-    ]
+    return [right for case, right in cuda._CHECKED.items() if (case.way, case.form, case.dtype) == (way, form, dtype)]
 
 
 @every_form
@@ -55,7 +55,7 @@ def kernels_used(name: str, form: Int8 | Int4, dtype: torch.dtype) -> list[bool]
 @pytest.mark.parametrize(("N", "K"), [(80, 512), (33, 1280), (512, 2304), (4096, 4096)])
 def test_products_keep_the_bound(N: int, K: int, dtype: torch.dtype, form: Int8 | Int4) -> None:
     weight, bias = quantized(N, K, dtype, form), on_gpu(N, dtype=dtype, seed=2)
-    for M in (1, 2, 16, 17, 33, 64, 130, 600):
+    for M in (1, 2, 8, 9, 16, 17, 33, 64, 130, 600):
         x = on_gpu(M, K, dtype=dtype)
         with torch.no_grad():
             result = F.linear(x, weight, bias)
@@ -64,9 +64,12 @@ def test_products_keep_the_bound(N: int, K: int, dtype: torch.dtype, form: Int8 
             assert torch.equal(F.linear(x, weight, bias), result)
             # As one op, as compilers see it.
             assert torch.equal(kernels.linear(x, weight.tensors, form, bias), result)
-    # By one row, and in 16 bits by each tile.
-    assert kernels_used("multiply", form, dtype) == [True] * (1 if dtype == torch.float32 else 1 + len(cuda._TILES))
-    assert kernels_used("dequantize", form, dtype) == [True]
+    used = {way: kernels_used(way, form, dtype) for way in ("few_rows", "row", "tiles", "dequantize")}
+    assert all(all(right) for right in used.values()), used
+    assert used["dequantize"]
+    assert used["row" if dtype == torch.float32 else "tiles"]
+    if dtype != torch.float32 and cuda_driver.is_available():
+        assert len(used["few_rows"]) >= 2
 
 
 @every_form
@@ -121,7 +124,66 @@ def test_int8_activations_are_those_of_the_cpu(dtype: torch.dtype, rows: int) ->
     # A single row meets the kernel that leaves it as it is.
     bound = torch.finfo(dtype).eps if rows > 1 else 0.02
     assert (result - expected).norm() <= bound * expected.norm()
-    assert all(kernels_used("multiply_integers", Int8(activations="int8"), dtype))
+    assert all(kernels_used("integers", Int8(activations="int8"), dtype))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        *(Float8E4M3(), Float8E4M3(128), Float8E4M3(32, "e8m0"), Affine(4, 128), Affine(4, 64, offset="bias")),
+        *(Affine(4, None), Affine(4, 32, "k4", "none"), Table4(32, "e8m0"), Table4(16, "e4m3"), Table4(64, "nested")),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_few_rows_meet_the_formats_of_other_programs(form: Format, dtype: torch.dtype) -> None:
+    tensors = {name: tensor.cuda() for name, tensor in stored_tensors(form, (130, 2304), dtype).items()}
+    for M in (1, 7, 16, 40):
+        x, bias = on_gpu(M, 2304, dtype=dtype), on_gpu(130, dtype=dtype, seed=2)
+        exact = F.linear(x.double(), form.dequantize(tensors, (130, 2304), torch.float64), bias.double())
+        result = kernels.linear(x, tensors, form, bias)
+        assert result is not None
+        assert_close_product(result, F.linear(x, form.dequantize(tensors, (130, 2304), dtype), bias), exact)
+    if cuda_driver.is_available():
+        assert kernels_used("few_rows", form, dtype) == [True, True]
+
+
+@pytest.mark.parametrize("form", [Int4(128), Int8(), Table4(32, "e8m0")], ids=str)
+@pytest.mark.parametrize("counts", [[0, 3, 0, 5], [40, 0, 300, 1]], ids=str)
+def test_experts_are_multiplied_without_waiting_for_the_gpu(form: Format, counts: list[int]) -> None:
+    tensors = {name: tensor.cuda() for name, tensor in stored_tensors(form, (4, 512, 1024), torch.bfloat16).items()}
+    x, ends = on_gpu(sum(counts), 1024, dtype=torch.bfloat16), torch.tensor(counts).cumsum(0).to(torch.int32).cuda()
+    weights = form.dequantize(tensors, (4, 512, 1024), torch.float64)
+    exact = torch.cat([rows.double() @ weight.t() for rows, weight in zip(x.split(counts), weights, strict=True)])
+    kernels.multiply_experts(x, tensors, form, ends)  # checks the kernel
+    if not cuda_driver.is_available():
+        pytest.skip("needs NVRTC")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        result = kernels.multiply_experts(x, tensors, form, ends)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert (result.double() - exact).norm() <= torch.finfo(torch.bfloat16).eps * exact.norm()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = kernels.multiply_experts(x, tensors, form, ends)
+    graph.replay()
+    assert torch.equal(captured, result)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="needs float8 products"
+)
+@pytest.mark.parametrize("rows", [1, 17, 600])
+def test_float8_activations_are_those_of_the_cpu(rows: int) -> None:
+    form = Float8E4M3(activations="float8")
+    weight = QuantizedTensor.quantize(on_gpu(80, 96, dtype=torch.bfloat16, seed=0), form)
+    x = on_gpu(rows, 96, dtype=torch.bfloat16)
+    result, expected = F.linear(x, weight).cpu().double(), F.linear(x.cpu(), weight.cpu()).double()
+    # Few rows are left as they are.
+    bound = torch.finfo(torch.bfloat16).eps if rows > 16 else 0.05
+    assert (result - expected).norm() <= bound * expected.norm()
+    assert rows == 1 or all(kernels_used("float8", form, torch.bfloat16))
 
 
 @every_form

@@ -17,7 +17,7 @@ from covering import by_default, exhaustive
 
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.kernels import cuda
+from hf_trainweights.kernels import cuda, gpu_tables, triton_launch
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, on Linux x86-64")
 
@@ -90,18 +90,29 @@ def stack_bytes(kernel: bytes, folder: Path) -> list[int]:
 
 # By each tile, and in each dtype by the first one; int8 with groups takes the most registers.
 FORMS = [Int8(), Int8(64), Int4(32)]
+TILES = [rule.tile for rule in gpu_tables.DEFAULT if rule.way == "tiles"]
+ROWS = [tile["BLOCK_M"] for tile in TILES]
 COMPILED = [
-    (cuda._TILES[-1]["BLOCK_M"], torch.bfloat16, Int8(64)),
+    (64, torch.bfloat16, Int8(64)),
     *exhaustive(
         (1, torch.bfloat16, Int8()),
         (16, torch.float16, Int4(32)),
         (16, torch.float16, Int8()),
         *((1, torch.bfloat16, form) for form in FORMS[1:]),
-        *((tile["BLOCK_M"], torch.bfloat16, form) for tile in cuda._TILES[:-1] for form in FORMS),
-        *((cuda._TILES[-1]["BLOCK_M"], torch.bfloat16, form) for form in (Int8(), Int4(32))),
+        *((M, torch.bfloat16, form) for M in ROWS for form in FORMS if (M, form) != (64, Int8(64))),
         *((1, torch.float32, form) for form in FORMS),
     ),
 ]
+
+
+def made(way: str, form: Int8 | Int4, shape: tuple[int, int], M: int, dtype: torch.dtype) -> Any:
+    """Return what a way makes of a weight of zeros."""
+    specs = form.tensor_specs(shape, dtype).items()
+    tensors = {name: torch.zeros(stored, dtype=stored_dtype) for name, (stored, stored_dtype) in specs}
+    bits, groups = 4 if isinstance(form, Int4) else 8, form.group_size is not None
+    rules = gpu_tables.rules_for((0, 0), bits, groups, M, shape[0])
+    tile = next(rule.tile for rule in rules if rule.way == way)
+    return cuda._MAKE[way](triton_launch.Stored(tensors, form, shape[1]), M, dtype, tile)
 
 
 @pytest.mark.slow
@@ -110,9 +121,8 @@ def test_every_product_compiles(M: int, dtype: torch.dtype, form: Int8 | Int4, g
     # Sizes that Triton knows to be multiples of 16, in one part; then others, in several parts that a kernel adds up.
     K = (1153 if M == 1 else 1156) if form == Int8() else 1152
     for shape, bias in (((16384, 512), torch.zeros(16384, dtype=dtype)), ((70, K), None)):
-        specs = form.tensor_specs(shape, dtype).values()
-        qdata, scale = (torch.zeros(stored, dtype=stored_dtype) for stored, stored_dtype in specs)
-        cuda.multiply(qdata, scale, shape[1], M, dtype)(torch.zeros(M, shape[1], dtype=dtype), bias)
+        run = made("row" if M == 1 else "tiles", form, shape, M, dtype)
+        run(torch.zeros(M, shape[1], dtype=dtype), bias)
     # What adds up has been compiled already where another case has needed it.
     assert len(gpu.kernels) >= 2
     for kernel in gpu.kernels:
@@ -123,22 +133,34 @@ def test_every_product_compiles(M: int, dtype: torch.dtype, form: Int8 | Int4, g
 @pytest.mark.slow
 @pytest.mark.parametrize("form", by_default([Int4(32)], FORMS), ids=str)
 def test_what_dequantizes_and_rounds_compiles(form: Int8 | Int4, gpu: AbsentGpu, tmp_path: Path) -> None:
-    specs = form.tensor_specs((80, 1152), torch.bfloat16).values()
-    qdata, scale = (torch.zeros(stored, dtype=stored_dtype) for stored, stored_dtype in specs)
-    cuda.dequantize(qdata, scale, 1152, 0, torch.bfloat16)()
+    made("dequantize", form, (80, 1152), 0, torch.bfloat16)()
     if form == Int8():
-        cuda.multiply_integers(qdata, scale, 1152, 20, torch.bfloat16)(
-            torch.zeros(20, 1152, dtype=torch.bfloat16), None
-        )
-    assert len(gpu.kernels) == (3 if form == Int8() else 1)
+        for M in (20, 100):
+            made("integers", form, (80, 1152), M, torch.bfloat16)(torch.zeros(M, 1152, dtype=torch.bfloat16), None)
+    assert len(gpu.kernels) == (4 if form == Int8() else 1)
     assert all(stack_bytes(kernel, tmp_path) == [0] for kernel in gpu.kernels)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("capability", [89, 90])
+def test_rounding_to_float8_compiles_where_gpus_multiply_float8(
+    capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.runtime import driver
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setattr(driver, "_active", AbsentGpu(capability))
+    codes = torch.empty(20, 96, dtype=torch.float8_e4m3fn)
+    x, tops = torch.zeros(20, 96, dtype=torch.bfloat16), torch.empty(20)
+    triton_launch._kernels().round_rows[(20,)](x, codes, tops, 96, 2.0**-119, 448, BLOCK=1024)
+    assert len(driver._active.kernels) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("M", [1, 5, 0])
 def test_a_kernel_that_is_launched_again_gets_what_it_got_at_first(M: int, gpu: AbsentGpu) -> None:
-    qdata, scale = torch.zeros(80, 2304, dtype=torch.int8), torch.zeros(80, 1, dtype=torch.bfloat16)
-    run = (cuda.multiply if M else cuda.dequantize)(qdata, scale, 2304, M, torch.bfloat16)
+    way = {0: "dequantize", 1: "row", 5: "tiles"}[M]
+    run = made(way, Int8(), (80, 2304), M, torch.bfloat16)
     memory = torch.zeros(2304 * (M + 1), dtype=torch.bfloat16)
     # At multiples of 16 bytes, and between them: for each Triton compiles another program.
     for x in (memory[: M * 2304], memory[1 : M * 2304 + 1]):

@@ -709,12 +709,16 @@ def test_dequantize_takes_a_dtype(quantized: PreTrainedModel) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_int8_activations_survive_saving(dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("format_name", "activations"), [("int8", "int8"), ("float8_e4m3", "float8")])
+def test_rounded_activations_survive_saving(
+    format_name: str, activations: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     LLAMA.make().to(dtype).save_pretrained(tmp_path / "float")
-    config = TrainWeightsConfig("int8", activations="int8")
+    config = TrainWeightsConfig(format_name, activations=activations)
     model = load(tmp_path / "float", quantization_config=config)
-    assert "int8 with int8 activations" in str(model.hf_quantizer.summary())
+    assert f"{format_name} with {activations} activations" in str(model.hf_quantizer.summary())
     model.save_pretrained(tmp_path / "quantized")
     reloaded = load(tmp_path / "quantized")
     assert {weight.format for weight in quantized_weights(reloaded)} == {config.default_format}

@@ -222,6 +222,7 @@ def test_an_error_in_a_dict_says_that_it_may_come_from_a_file(stored: dict[str, 
         ({"format": "int4"}, Int4(group_size=128)),
         ({"format": "int4", "group_size": 32}, Int4(group_size=32)),
         ({"format": "float8_e4m3"}, Float8E4M3()),
+        ({"format": "float8_e4m3", "activations": "float8"}, Float8E4M3(activations="float8")),
     ],
 )
 def test_the_default_format(arguments: dict[str, Any], expected: Format) -> None:
@@ -248,6 +249,15 @@ BAD = {
         "activations: expected .* None with a group_size, found 'int8' with group_size 32",
     ),
     "activations": ({"format": "int8", "activations": "int4"}, 'activations: expected "int8" or None'),
+    "float8 activations of int8": ({"format": "int8", "activations": "float8"}, 'activations: expected "int8" or None'),
+    "int8 activations of float8": (
+        {"format": "float8_e4m3", "activations": "int8"},
+        'activations: expected "float8" or None',
+    ),
+    "float8 activations of groups": (
+        {"format": "float8_e4m3", "group_size": 32, "activations": "float8"},
+        "activations: expected .* None with a group_size or other scales, found 'float8' with group_size 32",
+    ),
     "activations of int4": (
         {"format": "int4", "activations": "int8"},
         "format int4: expected .*column_order, found activ",
