@@ -126,8 +126,7 @@ def _dequantized(value: Any) -> Any:
     return value
 
 
-@torch.compiler.disable
-def _attend(
+def _attend_here(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -152,6 +151,9 @@ def _attend(
         key, value = key._repeated(1, False), value._repeated(1, False)
     dense = _dequantized(query), _dequantized(key), _dequantized(value)
     return _attention(*dense, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+_attend: Any = torch.compiler.disable(_attend_here)
 
 
 def _attend_to_codes(
@@ -207,7 +209,7 @@ def attend_to_stores(
         return out
     key = CachedStates(keys, tokens.start, query.dtype, stop=tokens.stop)
     value = CachedStates(values, tokens.start, query.dtype, stop=tokens.stop)
-    return _attend(query, key, value, mask, 0.0, is_causal, scaling)
+    return _attend_here(query, key, value, mask, 0.0, is_causal, scaling)
 
 
 class _ProgramStates(CachedStates):
