@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from hf_trainweights.checkpoint.dcp.metadata import ITEM_SUFFIX, Place
+from hf_trainweights.checkpoint.dcp.metadata import ITEM_SUFFIX, METADATA_NAME, Place
 from hf_trainweights.checkpoint.dcp.reader import ShardedContents, read_place, read_tensor_at
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest import (
@@ -39,8 +39,9 @@ from hf_trainweights.checkpoint.manifest import (
 )
 from hf_trainweights.checkpoint.planning.optimizers import STATES_KEY
 from hf_trainweights.checkpoint.run.anchors import unused_anchors
-from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, size_bytes
-from hf_trainweights.checkpoint.run.job import SaveJob, manifest_fields, rewriting, write_complete_manifest
+from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, list_files, size_bytes
+from hf_trainweights.checkpoint.run.in_place import Listing, rewriting
+from hf_trainweights.checkpoint.run.job import RewriteJob
 from hf_trainweights.checkpoint.sharded.conversion import verified_manifest, write_plain_in_place
 from hf_trainweights.checkpoint.sharded.rank_items import RankItems
 from hf_trainweights.checkpoint.sharded.writer import TrainWeightsWriter, write_items
@@ -97,7 +98,7 @@ class ShardedLayout:
         """Return the free bytes that rewriting takes: old files of a directory stay until all new ones are there."""
         return max(map(size_bytes, self._dcp_directories))
 
-    def compress(self, job: SaveJob) -> Manifest:
+    def compress(self, job: RewriteJob) -> Manifest:
         """Compress the files; directories that were rounded before stay as they are.
 
         The coordinator calls this within `Ranks.decide`, and each rank encodes the files that it wrote.
@@ -107,19 +108,21 @@ class ShardedLayout:
         previous = verified_manifest(self.path, self._dcp_directories)
         if previous is not None and job.is_done(previous, recorded):
             return previous
+        listing = self._listing(previous)
         with self._locked():
             contents = [ShardedContents(directory) for directory in self._dcp_directories]
             for content in contents:
                 content.require_complete()
-            fields = manifest_fields(self.path, previous, job.metrics, recorded)
+            fields = listing.manifest_fields(job.metrics, recorded)
             self._encode(job, contents, fields.get("step"), recorded, job.class_after(previous))
-            return self._finish(previous, fields)
+            return self._finish(listing, fields)
 
     def restore(self) -> Manifest:
         """Replace the files by plain DCP files; after an error each directory is either encoded or plain."""
         previous = verified_manifest(self.path, self._dcp_directories)
         if previous is not None and previous.mode == PLAIN_MODE:
             return previous
+        listing = self._listing(previous)
         with self._locked():
             roundings: dict[str, dict[str, float]] = {}
             for directory in self._dcp_directories:
@@ -129,9 +132,13 @@ class ShardedLayout:
                 for name in write_plain_in_place(contents):
                     if rounding:
                         roundings[(directory / name).relative_to(self.path).as_posix()] = rounding
-            fields = manifest_fields(self.path, previous)
-            manifest = Manifest({}, PLAIN_MODE, rounded_before=roundings, **fields)
-            return write_complete_manifest(self.path, None, manifest)
+            manifest = Manifest({}, PLAIN_MODE, rounded_before=roundings, **listing.manifest_fields())
+            return listing.write_manifest(manifest, carries_rounding=False)
+
+    def _listing(self, previous: Manifest | None) -> Listing:
+        """List the files that torch.distributed.checkpoint has not written; ranks check those that it has."""
+        items = [name for name in list_files(self.path) if name.endswith((ITEM_SUFFIX, METADATA_NAME, ANCHOR_SUFFIX))]
+        return Listing.read(self.path, previous, items)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -147,7 +154,7 @@ class ShardedLayout:
 
     def _encode(
         self,
-        job: SaveJob,
+        job: RewriteJob,
         contents: Sequence[ShardedContents],
         step: int | None,
         metadata: Mapping[str, Any],
@@ -179,7 +186,7 @@ class ShardedLayout:
                     return candidate
         return None
 
-    def _finish(self, previous: Manifest | None, fields: Mapping[str, Any]) -> Manifest:
+    def _finish(self, listing: Listing, fields: Mapping[str, Any]) -> Manifest:
         """Write the manifest of the complete checkpoint, and add earlier rounding to those of its directories."""
         modes: list[str] = []
         entries: dict[str, FileEntry] = {}
@@ -189,7 +196,7 @@ class ShardedLayout:
             states = {key: value for key, value in manifest.metadata.items() if key == STATES_KEY}
             fields = {**fields, "metadata": {**fields["metadata"], **states}}
             new_fields = dict(fields) if directory == self.path else {}
-            if rounding := self._rounded_before(directory, previous):
+            if rounding := self._rounded_before(directory, listing.previous):
                 items = [name for name, entry in manifest.files.items() if entry.report.get("tensors")]
                 new_fields["rounded_before"] = dict.fromkeys(items, rounding)
             if new_fields:
@@ -202,7 +209,7 @@ class ShardedLayout:
             entries |= {f"{prefix}/{name}": entry for name, entry in manifest.files.items()}
             roundings |= {f"{prefix}/{name}": value for name, value in manifest.rounded_before.items()}
         complete = Manifest(entries, lossiest(modes), rounded_before=roundings, **fields)
-        return write_complete_manifest(self.path, None, complete)
+        return listing.write_manifest(complete, carries_rounding=False)
 
     def _rounded_before(self, directory: Path, previous: Manifest | None) -> dict[str, float]:
         """Return by role the largest rounding that files of a directory had before they were last encoded."""

@@ -27,8 +27,8 @@ from hf_trainweights.checkpoint.encoded.structure import anchor_file_name
 from hf_trainweights.checkpoint.encoded.tree import KeyPath
 from hf_trainweights.checkpoint.manifest import FileEntry
 from hf_trainweights.checkpoint.planning.policy import SIZE_FLOOR
-from hf_trainweights.checkpoint.run.checkpoints import file_problem
-from hf_trainweights.checkpoint.run.job import SaveJob
+from hf_trainweights.checkpoint.run.file_checks import file_problem
+from hf_trainweights.checkpoint.run.job import RewriteJob
 from hf_trainweights.checkpoint.run.weights import Weights, WeightsAnchor, encoded_entry
 from hf_trainweights.checkpoint.zero.files import load_states
 from hf_trainweights.checkpoint.zero.partitions import Piece, parsed_piece
@@ -52,12 +52,12 @@ class ModelOrder:
     candidate: WeightsAnchor | None = None
 
 
-def rewrite_models(job: SaveJob, orders: Sequence[ModelOrder]) -> list[Rewritten]:
+def rewrite_models(job: RewriteJob, orders: Sequence[ModelOrder]) -> list[Rewritten]:
     """Rewrite model files in the directory of a tag; CorruptFileError: a file is damaged, and it has not changed."""
     return [_rewrite(job, order) for order in orders]
 
 
-def _rewrite(job: SaveJob, order: ModelOrder) -> Rewritten:
+def _rewrite(job: RewriteJob, order: ModelOrder) -> Rewritten:
     file = job.path / order.name
     if problem := file_problem(file):
         next_step = "Nothing in this file was changed. Use another checkpoint, or restore the file from a copy."

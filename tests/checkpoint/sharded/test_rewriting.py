@@ -27,7 +27,7 @@ from hf_trainweights.checkpoint.encoded import reader
 from hf_trainweights.checkpoint.manifest import read_manifest, total_rounding
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.checkpoints import size_bytes
-from hf_trainweights.checkpoint.run.job import SaveJob
+from hf_trainweights.checkpoint.run.job import RewriteJob
 from hf_trainweights.checkpoint.run.ranks import Ranks
 from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError, UnsupportedError
 from hf_trainweights.files import disk
@@ -307,7 +307,7 @@ def test_times_that_cannot_be_set_are_no_error(run: Path, monkeypatch: pytest.Mo
 
 def compress_together(path: Path, ranks: Ranks) -> list[str]:
     """Make a checkpoint small together with the other ranks; return the names of its files."""
-    job = SaveJob(path, Policy("lossless"), 8, ranks=ranks)
+    job = RewriteJob(path, Policy("lossless"), 8, ranks=ranks)
     return ranks.decide(lambda: sorted(layout_of(path).compress(job).files))
 
 
