@@ -13,6 +13,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -67,6 +68,10 @@ _ARM = (Library(_PRODUCTS / "neon.so", (*_OF_ALL, "bytes/*.c"), _NEON), *_OF_ANY
 LIBRARIES = {("linux", "x86_64"): _X86, ("linux", "aarch64"): _ARM, ("darwin", "arm64"): _ARM}
 
 
+# The constants by which kernels choose between their ways, and the header that C includes for them.
+_THRESHOLDS, _HEADER = _PACKAGE / "kernels" / "thresholds.toml", _PRODUCTS / "thresholds.h"
+
+
 class CustomBuildHook(BuildHookInterface):
     """Adds the compiled libraries to a wheel, or to the source tree of an editable install."""
 
@@ -78,6 +83,7 @@ class CustomBuildHook(BuildHookInterface):
             build_data: Hatchling's settings of the wheel, which this changes.
         """
         del version
+        (Path(self.root) / _HEADER).write_text(_thresholds_header(Path(self.root)), encoding="utf-8")
         libraries = _compile(Path(self.root)) if self.target_name == "wheel" else []
         if not libraries:
             return
@@ -85,6 +91,13 @@ class CustomBuildHook(BuildHookInterface):
         build_data["pure_python"] = False
         # The libraries call no function of Python, so they fit every version of it.
         build_data["tag"] = "py3-none-" + sysconfig.get_platform().replace("-", "_").replace(".", "_")
+
+
+def _thresholds_header(root: Path) -> str:
+    """Return the C header with the constants of the section `native`."""
+    constants = tomllib.loads((root / _THRESHOLDS).read_text(encoding="utf-8"))["native"]
+    lines = [f"// {constant['meaning']}\n#define {name} {constant['value']}" for name, constant in constants.items()]
+    return "\n".join(["// hatch_build.py makes this file from ../thresholds.toml.", "#pragma once", *lines, ""])
 
 
 def _compile(root: Path) -> list[Path]:
