@@ -5,6 +5,7 @@ If it has none, the package still installs, and computes with PyTorch's own ops 
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
@@ -13,7 +14,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -70,7 +70,7 @@ LIBRARIES = {("linux", "x86_64"): _X86, ("linux", "aarch64"): _ARM, ("darwin", "
 
 
 # The constants by which kernels choose between their ways, and the header that C includes for them.
-_THRESHOLDS, _HEADER = _PACKAGE / "kernels" / "thresholds.toml", _PRODUCTS / "thresholds.h"
+_THRESHOLDS, _HEADER = _PACKAGE / "kernels" / "thresholds.json", _PRODUCTS / "thresholds.h"
 
 
 class CustomBuildHook(BuildHookInterface):
@@ -96,9 +96,9 @@ class CustomBuildHook(BuildHookInterface):
 
 def _thresholds_header(root: Path) -> str:
     """Return the C header with the constants of the section `native`."""
-    constants = tomllib.loads((root / _THRESHOLDS).read_text(encoding="utf-8"))["native"]
+    constants = json.loads((root / _THRESHOLDS).read_text(encoding="utf-8"))["native"]
     lines = [f"// {constant['meaning']}\n#define {name} {constant['value']}" for name, constant in constants.items()]
-    return "\n".join(["// hatch_build.py makes this file from ../thresholds.toml.", "#pragma once", *lines, ""])
+    return "\n".join(["// hatch_build.py makes this file from ../thresholds.json.", "#pragma once", *lines, ""])
 
 
 def _compile(root: Path) -> list[Path]:

@@ -1,8 +1,8 @@
-"""The constants of `kernels/thresholds.toml`, and up to how many rows of x compiled products serve on each CPU."""
+"""The constants of `kernels/thresholds.json`, and up to how many rows of x compiled products serve on each CPU."""
 
 from __future__ import annotations
 
-import tomllib
+import json
 from typing import Any
 from unittest.mock import patch
 
@@ -61,7 +61,7 @@ def amx_ways() -> str:
 
 
 def _file() -> dict[str, dict[str, dict[str, Any]]]:
-    return tomllib.loads(THRESHOLDS_FILE.read_text(encoding="utf-8"))
+    return json.loads(THRESHOLDS_FILE.read_text(encoding="utf-8"))
 
 
 def _formats() -> list[Format]:

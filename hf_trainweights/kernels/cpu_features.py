@@ -1,6 +1,6 @@
 """The instructions of this CPU, and up to how many rows of x a compiled product is the fastest there.
 
-thresholds.toml has the numbers, and how they were measured.
+thresholds.json has the numbers, and how they were measured.
 """
 
 from __future__ import annotations

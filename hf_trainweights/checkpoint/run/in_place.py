@@ -134,12 +134,14 @@ class Listing:
             fields["metrics"] = dict(metrics)
         return {**fields, "metadata": {**metadata, **(choices or {})}}
 
-    def write_manifest(self, manifest: Manifest, *, carries_rounding: bool = True) -> Manifest:
+    def write_manifest(
+        self, manifest: Manifest, *, carries_rounding: bool = True, kept: Collection[str] = ()
+    ) -> Manifest:
         """Remove the anchors that no file needs any more, and write a manifest of all files in the directory.
 
-        `manifest` lists the files that were written since the listing. The previous manifest has the reports and
-        earlier rounding of the others, unless `carries_rounding` is false: then `manifest` has all of it.
-        CorruptFileError: another program has written a damaged file meanwhile.
+        `manifest` lists the files that were written since the listing, and those that ranks have `kept`. The previous
+        manifest has the reports and earlier rounding of the others, unless `carries_rounding` is false: then `manifest`
+        has all of it. CorruptFileError: another program has written a damaged file meanwhile.
         """
         previous = self.previous if carries_rounding else None
         listed = self._now(manifest.files)
@@ -150,7 +152,8 @@ class Listing:
         for name in listed.keys() - unneeded:
             is_as_before = previous is not None and name in previous.files and listed[name] is self.files.get(name)
             files[name] = previous.files[name] if previous and is_as_before else listed[name].entry()
-        manifest = with_earlier_rounding(replace(manifest, files=files), previous, manifest.files)
+        encoded = manifest.files.keys() - {*kept}
+        manifest = with_earlier_rounding(replace(manifest, files=files), previous, encoded)
         write_manifest(self.directory, manifest)
         return manifest
 

@@ -42,6 +42,7 @@ from hf_trainweights.checkpoint.run.anchors import unused_anchors
 from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, list_files, size_bytes
 from hf_trainweights.checkpoint.run.in_place import Listing, rewriting
 from hf_trainweights.checkpoint.run.job import RewriteJob
+from hf_trainweights.checkpoint.run.ranks import Ranks
 from hf_trainweights.checkpoint.sharded.conversion import verified_manifest, write_plain_in_place
 from hf_trainweights.checkpoint.sharded.rank_items import RankItems
 from hf_trainweights.checkpoint.sharded.writer import TrainWeightsWriter, write_items
@@ -110,9 +111,7 @@ class ShardedLayout:
             return previous
         listing = self._listing(previous)
         with self._locked():
-            contents = [ShardedContents(directory) for directory in self._dcp_directories]
-            for content in contents:
-                content.require_complete()
+            contents = self._whole_contents(job.ranks, is_verified=previous is not None)
             fields = listing.manifest_fields(job.metrics, recorded)
             self._encode(job, contents, fields.get("step"), recorded, job.class_after(previous))
             return self._finish(listing, fields)
@@ -125,8 +124,8 @@ class ShardedLayout:
         listing = self._listing(previous)
         with self._locked():
             roundings: dict[str, dict[str, float]] = {}
-            for directory in self._dcp_directories:
-                contents = ShardedContents(directory)
+            for contents in self._whole_contents(Ranks(), is_verified=previous is not None):
+                directory = contents.directory
                 own = total_rounding(replace(contents.manifest, rounded_before={})) if contents.manifest else {}
                 rounding = add_rounding(self._rounded_before(directory, previous), own)
                 for name in write_plain_in_place(contents):
@@ -134,6 +133,22 @@ class ShardedLayout:
                         roundings[(directory / name).relative_to(self.path).as_posix()] = rounding
             manifest = Manifest({}, PLAIN_MODE, rounded_before=roundings, **listing.manifest_fields())
             return listing.write_manifest(manifest, carries_rounding=False)
+
+    def _whole_contents(self, ranks: Ranks, *, is_verified: bool) -> list[ShardedContents]:
+        """Open all directories; each rank reads the items that it wrote, unless a manifest `is_verified`.
+
+        CorruptFileError: an item is damaged or missing.
+        """
+        contents = [ShardedContents(directory) for directory in self._dcp_directories]
+        for content in contents:
+            content.require_complete()
+            if not is_verified:
+                owners = _owners(content, ranks.size)
+                places: list[list[Place]] = [[] for _ in range(ranks.size)]
+                for place in content.places.values():
+                    places[owners[place.file]].append(place)
+                ranks.share([partial(_read_items, content.directory, own) for own in places])
+        return contents
 
     def _listing(self, previous: Manifest | None) -> Listing:
         """List the files that torch.distributed.checkpoint has not written; ranks check those that it has."""
@@ -229,10 +244,7 @@ def _rank_tasks(
     `names` are all names in the checkpoint: a rule for weights fits nothing in a directory of the optimizer alone.
     """
     items: list[list[WriteItem]] = [[] for _ in range(size)]
-    owners: dict[str, int] = {}
-    for number, name in enumerate(contents.files):
-        match = _WRITTEN_BY.match(name)
-        owners[name] = (int(match[1]) if match else number) % size
+    owners = _owners(contents, size)
     for name, entry in contents.metadata.state_dict_metadata.items():
         for item in _items(name, entry):
             items[owners[contents.places[item.index].file]].append(item)
@@ -240,6 +252,19 @@ def _rank_tasks(
     plans = writer.prepare_global_plan([SavePlan(rank_items, planner_data=keys) for rank_items in items], names)
     places = [{item.index: contents.places[item.index] for item in plan.items} for plan in plans]
     return [partial(_write_items_of_rank, contents.directory, *task) for task in zip(plans, places, strict=True)]
+
+
+def _owners(contents: ShardedContents, size: int) -> dict[str, int]:
+    """Return for each file the rank that wrote it, or another one if there are fewer ranks now."""
+    matches = [_WRITTEN_BY.match(name) for name in contents.files]
+    ranks = (int(match[1]) if match else number for number, match in enumerate(matches))
+    return {name: rank % size for name, rank in zip(contents.files, ranks, strict=True)}
+
+
+def _read_items(directory: Path, places: Sequence[Place]) -> None:
+    """Read items, and check their checksums; CorruptFileError: one is damaged."""
+    for place in places:
+        read_place(directory, place)
 
 
 def _write_items_of_rank(directory: Path, plan: SavePlan, places: Mapping[MetadataIndex, Place]) -> list[WriteResult]:

@@ -51,7 +51,8 @@ class RankOrder:
 class Rewritten:
     """The entries of files that were written, by name, and what the next checkpoint needs: the anchor's record.
 
-    `anchor` is the digest of the file with the weights of `name`; None if the file was left as it is. The entry of
+    `anchor` is the digest of the file with the weights of `name`; None if the file was left plain. `is_kept` is true if
+    an earlier call has encoded the file with a loss, and this one left it as it is. The entry of
     `name` reports how these weights were stored, and the entry of the anchor reports nothing.
     """
 
@@ -60,6 +61,7 @@ class Rewritten:
     record: Mapping[str, Any] | None = None
     anchor: str | None = None
     problem: str | None = None
+    is_kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,19 +86,24 @@ class SlicedWeights(Weights):
         return plan
 
 
-def rewrite_states(job: RewriteJob, orders: Sequence[RankOrder], interval_steps: int | None) -> list[Rewritten]:
-    """Rewrite files of optimizer states in the directory of a tag; a rank does that for the files it has written.
+def require_whole_files(directory: Path, names: Sequence[str]) -> None:
+    """Check files in the directory of a tag; a rank does that for the files it has written, before any is rewritten.
 
-    CorruptFileError: a file is damaged, and it has not changed.
+    CorruptFileError: a file is damaged.
     """
+    for name in names:
+        if problem := file_problem(directory / name):
+            next_step = "No file was changed. Use another checkpoint, or restore the file from a copy."
+            raise CorruptFileError(str(directory / name), "a whole file", problem, next_step)
+
+
+def rewrite_states(job: RewriteJob, orders: Sequence[RankOrder], interval_steps: int | None) -> list[Rewritten]:
+    """Rewrite files of optimizer states in the directory of a tag; a rank does that for the files it has written."""
     return [_rewrite(job, order, interval_steps) for order in orders]
 
 
 def _rewrite(job: RewriteJob, order: RankOrder, interval_steps: int | None) -> Rewritten:
     file = job.path / order.name
-    if problem := file_problem(file):
-        next_step = "Nothing in this file was changed. Use another checkpoint, or restore the file from a copy."
-        raise CorruptFileError(str(file), "a whole file", problem, next_step)
     if is_encoded(file) and (kept := _rounded_before(file)):  # encoding it again would hide its error
         return kept
     try:
@@ -188,4 +195,4 @@ def _rounded_before(file: Path) -> Rewritten | None:
     ]
     rows = [*others, *(row for name, row in names.items() if name in stored)]
     entry = FileEntry(file.stat().st_size, file_sha256(file), {**report, "tensors": rows})
-    return Rewritten(file.name, {file.name: entry}, None, sha256)
+    return Rewritten(file.name, {file.name: entry}, None, sha256, is_kept=True)

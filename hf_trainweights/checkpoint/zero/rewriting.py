@@ -42,7 +42,7 @@ from hf_trainweights.checkpoint.run.weight_files import read_weights, restore_fi
 from hf_trainweights.checkpoint.run.weights import WEIGHTS_NAME, WeightsAnchor, encoded_entry
 from hf_trainweights.checkpoint.zero.files import TagFiles, tag_directories
 from hf_trainweights.checkpoint.zero.model_files import ModelOrder, RepeatedWeights, repeat, rewrite_models
-from hf_trainweights.checkpoint.zero.rank_files import RankOrder, Rewritten, rewrite_states
+from hf_trainweights.checkpoint.zero.rank_files import RankOrder, Rewritten, require_whole_files, rewrite_states
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
 from hf_trainweights.files.atomic import remove_files
 from hf_trainweights.files.disk import lock_directory
@@ -92,14 +92,17 @@ class ZeroLayout:
         if previous and job.is_done(previous, recorded):
             return previous
         listing = self._listing(previous)
+        for tag in self._tags:
+            names, size = TagFiles(tag).names, job.ranks.size
+            job.ranks.share([partial(require_whole_files, tag, names[rank::size]) for rank in range(size)])
         with self._locked():
             fields = listing.manifest_fields(job.metrics, recorded)
             fields["step"] = fields.get("step") or TagFiles(self._tags[0]).step
             job = replace(job, optimizer_class=job.class_after(previous))
-            entries, records = self._encode(job, fields["step"])
+            entries, records, kept = self._encode(job, fields["step"])
             fields["metadata"] |= {STATES_KEY: _states(job, entries.values())}
             manifest = Manifest(entries, job.policy.mode, sharded={_ANCHORS: records}, **fields)
-            return self._finish(listing, manifest)
+            return self._finish(listing, manifest, kept=kept)
 
     def restore(self) -> Manifest:
         """Replace the files by plain ones that DeepSpeed reads without this package; each is whole, encoded or plain.
@@ -150,8 +153,8 @@ class ZeroLayout:
                     remove_abandoned(tag)
             yield
 
-    def _encode(self, job: RewriteJob, step: int | None) -> tuple[dict[str, FileEntry], dict[str, Any]]:
-        """Encode all files; return their entries, and the records of anchors, by name in the checkpoint."""
+    def _encode(self, job: RewriteJob, step: int | None) -> tuple[dict[str, FileEntry], dict[str, Any], set[str]]:
+        """Encode all files; return their entries and the records of anchors by name, and the names of kept files."""
         (tag,) = self._tags
         files, earlier = TagFiles(tag), _earlier(self.path, tag, step)
         tag_job = replace(job, path=tag, ranks=Ranks())
@@ -183,7 +186,8 @@ class ZeroLayout:
         prefix = "" if tag == self.path else f"{tag.name}/"
         entries = {f"{prefix}{name}": entry for result in [*states, *models] for name, entry in result.entries.items()}
         records = {result.name: dict(result.record) for result in [*states, *models] if result.record}
-        return entries | self._encode_weights(job, [*states, *models]), records
+        kept = {f"{prefix}{result.name}" for result in states if result.is_kept}
+        return entries | self._encode_weights(job, [*states, *models]), records, kept
 
     def _encode_weights(self, job: RewriteJob, results: Sequence[Rewritten]) -> dict[str, FileEntry]:
         """Replace the model's own files, which a Trainer writes beside the tag, by one that refers to all anchors."""
@@ -202,11 +206,11 @@ class ZeroLayout:
         remove_files(file for file in old_files if file.name != WEIGHTS_NAME)
         return {WEIGHTS_NAME: encoded_entry(target, written)}
 
-    def _finish(self, listing: Listing, manifest: Manifest, *, carries_rounding: bool = True) -> Manifest:
+    def _finish(self, listing: Listing, manifest: Manifest, **options: Any) -> Manifest:
         for tag in self._tags:
             if tag != self.path:
                 remove_files(unused_anchors(tag))
-        return listing.write_manifest(manifest, carries_rounding=carries_rounding)
+        return listing.write_manifest(manifest, **options)
 
 
 def _bounds(results: Sequence[Rewritten]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-// hatch_build.py makes this file from ../thresholds.toml.
+// hatch_build.py makes this file from ../thresholds.json.
 #pragma once
 // The sums of so many rows of x stay in registers while a row of the weight is read.
 #define FEW_ROWS 4
