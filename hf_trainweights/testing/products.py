@@ -102,7 +102,7 @@ class ProductContract(FormatSubjects):
     def test_a_row_that_is_not_finite_shows_and_no_other_row_changes(
         self, subject: Format, value: float, dtype: torch.dtype
     ) -> None:
-        """What is wrong with a token shows in its results, and does not reach those of other tokens."""
+        """A token that is not finite shows in its own results, and changes no result of another token."""
         weight = self.weight(subject, dtype=dtype)
         for rows in (2, 4, 16, 65, 260):
             x = weight_with_outliers(rows, weight.shape[1], dtype=dtype)

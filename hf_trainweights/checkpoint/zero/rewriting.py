@@ -99,10 +99,10 @@ class ZeroLayout:
             fields = listing.manifest_fields(job.metrics, recorded)
             fields["step"] = fields.get("step") or TagFiles(self._tags[0]).step
             job = replace(job, optimizer_class=job.class_after(previous))
-            entries, records, kept = self._encode(job, fields["step"])
+            entries, records, kept_names = self._encode(job, fields["step"])
             fields["metadata"] |= {STATES_KEY: _states(job, entries.values())}
             manifest = Manifest(entries, job.policy.mode, sharded={_ANCHORS: records}, **fields)
-            return self._finish(listing, manifest, kept=kept)
+            return self._finish(listing, manifest, kept=kept_names)
 
     def restore(self) -> Manifest:
         """Replace the files by plain ones that DeepSpeed reads without this package; each is whole, encoded or plain.
@@ -186,8 +186,8 @@ class ZeroLayout:
         prefix = "" if tag == self.path else f"{tag.name}/"
         entries = {f"{prefix}{name}": entry for result in [*states, *models] for name, entry in result.entries.items()}
         records = {result.name: dict(result.record) for result in [*states, *models] if result.record}
-        kept = {f"{prefix}{result.name}" for result in states if result.is_kept}
-        return entries | self._encode_weights(job, [*states, *models]), records, kept
+        kept_names = {f"{prefix}{result.name}" for result in states if result.is_kept}
+        return entries | self._encode_weights(job, [*states, *models]), records, kept_names
 
     def _encode_weights(self, job: RewriteJob, results: Sequence[Rewritten]) -> dict[str, FileEntry]:
         """Replace the model's own files, which a Trainer writes beside the tag, by one that refers to all anchors."""
