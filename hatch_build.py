@@ -5,6 +5,7 @@ If it has none, the package still installs, and computes with PyTorch's own ops 
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
@@ -68,6 +69,10 @@ _ARM = (Library(_PRODUCTS / "neon.so", (*_OF_ALL, "bytes/*.c"), _NEON), *_OF_ANY
 LIBRARIES = {("linux", "x86_64"): _X86, ("linux", "aarch64"): _ARM, ("darwin", "arm64"): _ARM}
 
 
+# The constants by which kernels choose between their ways, and the header that C includes for them.
+_THRESHOLDS, _HEADER = _PACKAGE / "kernels" / "thresholds.json", _PRODUCTS / "thresholds.h"
+
+
 class CustomBuildHook(BuildHookInterface):
     """Adds the compiled libraries to a wheel, or to the source tree of an editable install."""
 
@@ -79,6 +84,7 @@ class CustomBuildHook(BuildHookInterface):
             build_data: Hatchling's settings of the wheel, which this changes.
         """
         del version
+        (Path(self.root) / _HEADER).write_text(_thresholds_header(Path(self.root)), encoding="utf-8")
         libraries = _compile(Path(self.root)) if self.target_name == "wheel" else []
         if not libraries:
             return
@@ -86,6 +92,13 @@ class CustomBuildHook(BuildHookInterface):
         build_data["pure_python"] = False
         # The libraries call no function of Python, so they fit every version of it.
         build_data["tag"] = "py3-none-" + sysconfig.get_platform().replace("-", "_").replace(".", "_")
+
+
+def _thresholds_header(root: Path) -> str:
+    """Return the C header with the constants of the section `native`."""
+    constants = json.loads((root / _THRESHOLDS).read_text(encoding="utf-8"))["native"]
+    lines = [f"// {constant['meaning']}\n#define {name} {constant['value']}" for name, constant in constants.items()]
+    return "\n".join(["// hatch_build.py makes this file from ../thresholds.json.", "#pragma once", *lines, ""])
 
 
 def _compile(root: Path) -> list[Path]:

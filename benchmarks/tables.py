@@ -19,7 +19,7 @@ from benchmarks import every_architecture
 from benchmarks.checkpoints.tables import CHECKPOINT_TABLES, CheckpointTable
 from benchmarks.markdown import table
 from benchmarks.speed import tables as speed_tables
-from benchmarks.thresholds import thresholds
+from benchmarks.thresholds import amx_ways, constants, thresholds
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -818,6 +818,8 @@ def ages() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "ages": ages,
     "thresholds": thresholds,
+    "threshold-constants": constants,
+    "amx-ways": amx_ways,
     "beside-llama-cpp": beside_llama_cpp,
     "kv-cache-speed": kv_cache_speed,
     "kv-cache-errors": kv_cache_errors,

@@ -1,7 +1,8 @@
-"""Up to how many rows of x compiled products serve, as `kernels/cpu_features.py` decides for each kind of CPU."""
+"""The constants of `kernels/thresholds.json`, and up to how many rows of x compiled products serve on each CPU."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +14,7 @@ from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.kernels import compiled, cpu_features
+from hf_trainweights.kernels.thresholds import THRESHOLDS_FILE
 
 _FLOAT16 = {"amx_fp16": True, "avx512_fp16": True}
 # The library that serves each kind of CPU, and the instructions by which PyTorch's products are fast beside it.
@@ -36,6 +38,30 @@ def thresholds() -> str:
         columns.setdefault(tuple(_cell(form, *cpu) for cpu in _CPUS.values()), []).append(str(form))
     rows = [[name, *cells] for name, cells in zip(_CPUS, zip(*columns, strict=True), strict=True)]
     return table(["CPU", *(", ".join(names) for names in columns.values())], rows)
+
+
+def constants() -> str:
+    """Return a table of all constants, their meaning and the measurements behind them."""
+    rows = [
+        [f"`{name}` = {constant['value']}", constant["meaning"], constant["measured"]]
+        for section in _file().values()
+        for name, constant in section.items()
+    ]
+    return table(["constant", "meaning", "measured"], rows)
+
+
+def amx_ways() -> str:
+    """Return a list of the products that tiles of AMX multiply, each from its first row on."""
+    first = {name: constant["value"] + 1 for name, constant in _file()["native"].items()}
+    return f"""- int8, int8 in groups of a multiple of 64, and int4 in every dtype, from {first["FEW_ROWS"]} tokens on;
+- in bfloat16 all formats: uint from {first["ROWS_WITHOUT_PANELS"]} tokens on, codebook4 from \
+{first["DIGIT_ROWS_OF_INT4"]} on, and int8 in groups of 32 from {first["DIGIT_ROWS_OF_GROUPS_IN_TILES"]} on;
+- in float32 uint and float8 from {first["ROWS_WITHOUT_PANELS"]} tokens on, as \
+[pieces of bfloat16](#compiled-products). That was not measured."""
+
+
+def _file() -> dict[str, dict[str, dict[str, Any]]]:
+    return json.loads(THRESHOLDS_FILE.read_text(encoding="utf-8"))
 
 
 def _formats() -> list[Format]:

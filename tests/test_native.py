@@ -50,6 +50,11 @@ def test_the_installed_libraries_are_what_the_sources_give(sources: Path) -> Non
         assert (sources / path).read_bytes() == found, "pip install -e . compiles it again"
 
 
+def test_the_header_of_thresholds_is_made_from_their_file() -> None:
+    header = (ROOT / hatch_build._HEADER).read_text(encoding="utf-8")
+    assert header == hatch_build._thresholds_header(ROOT), "pip install -e . writes it again"
+
+
 PRODUCTS = "avx2.so, avx_vnni.so, avx512.so, avx512_bf16.so, amx.so"
 
 # A compiler that is called like clang and refuses what it refuses. Objects and libraries hold how it was called.

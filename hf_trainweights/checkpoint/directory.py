@@ -21,16 +21,17 @@ from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_trainweights.checkpoint.planning.optimizers import class_name
 from hf_trainweights.checkpoint.planning.policy import ModeName, Policy
 from hf_trainweights.checkpoint.run.anchors import unused_anchors
+from hf_trainweights.checkpoint.run.base import BaseChoice
 from hf_trainweights.checkpoint.run.checkpoints import (
     checkpoint_directories,
     checkpoint_step,
     converted_weights_problem,
     intact_manifest,
-    progress_problem,
-    require_undamaged,
     verify_checkpoint,
 )
-from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, BaseChoice, SaveJob, require_count
+from hf_trainweights.checkpoint.run.file_checks import progress_problem
+from hf_trainweights.checkpoint.run.in_place import Listing
+from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, RewriteJob, require_count
 from hf_trainweights.checkpoint.run.ranks import Ranks, all_ranks
 from hf_trainweights.checkpoint.sharded.rewriting import ShardedLayout
 from hf_trainweights.checkpoint.whole.rewriting import WholeLayout
@@ -261,7 +262,7 @@ def compress_directory(
     options: dict[str, Any] = {"keep_weights": keep_weights, "weights_only": weights_only, "metrics": metrics}
     training = {"optimizer_names": optimizer_names or {}, "optimizer_class": class_name(optimizer), "buffers": buffers}
     saves = require_count("anchor_every", anchor_every)
-    return layout_of(path).compress(SaveJob(path, Policy(mode, rules or {}), saves, base, **options, **training))
+    return layout_of(path).compress(RewriteJob(path, Policy(mode, rules or {}), saves, base, **options, **training))
 
 
 def restore_directory(path: str | Path) -> Manifest:
@@ -353,7 +354,7 @@ def _is_damaged(checkpoints: Sequence[Path]) -> bool:
     for directory in checkpoints:
         try:
             if intact_manifest(directory) is None:
-                require_undamaged(directory, [anchor.name for anchor in unused_anchors(directory)])
+                Listing.read(directory, leave_out=[anchor.name for anchor in unused_anchors(directory)])
         except (CorruptFileError, OSError) as error:
             if directory.is_dir():  # otherwise another process has removed it
                 warnings.warn(f"All anchors stay, because a damaged file may need them: {error}", stacklevel=4)

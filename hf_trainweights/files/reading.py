@@ -129,10 +129,15 @@ class DigestedFile:
 def read_json_object(path: Path, next_step: str = "Restore it from a copy.") -> dict[str, Any]:
     """Read a JSON object from a regular file; CorruptFileError: it holds something else."""
     with open_regular_file(path) as file:
-        try:
-            content = json.load(file)
-        except (ValueError, RecursionError) as error:
-            raise CorruptFileError(str(path), "a JSON object", repr(error)[:_MAX_SHOWN], next_step) from error
+        return parse_json_object(file, path, next_step)
+
+
+def parse_json_object(file: IO[bytes], path: Path, next_step: str = "Restore it from a copy.") -> dict[str, Any]:
+    """Read a JSON object from an open file, which errors call `path`; CorruptFileError: it holds something else."""
+    try:
+        content = json.load(file)
+    except (ValueError, RecursionError) as error:
+        raise CorruptFileError(str(path), "a JSON object", repr(error)[:_MAX_SHOWN], next_step) from error
     if type(content) is not dict:
         raise CorruptFileError(str(path), "a JSON object", f"a {type(content).__name__}", next_step)
     return content
@@ -169,22 +174,28 @@ TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 @contextlib.contextmanager
 def open_zip(path: str | Path) -> Iterator[zipfile.ZipFile]:
     """Open a zip archive for a block that only reads it; CorruptFileError: it is damaged, which the block may find."""
-    with open_regular_file(path) as file:
-        try:
-            with zipfile.ZipFile(file) as archive:
-                yield archive
-        except Warning:
-            raise
-        except Exception as error:
-            # On a damaged archive zipfile raises BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError,
-            # OverflowError, struct.error, errors of zlib, bz2 and lzma, or EINVAL after a seek to a wrong place.
-            # If reading fails, it raises BadZipFile while it handles the OSError.
-            refusal = error if isinstance(error, OSError) else error.__context__
-            if isinstance(refusal, OSError) and refusal.errno not in (None, errno.EINVAL):
-                raise refusal from None
-            fault = f"{type(error).__name__}: {error}"[:200]
-            next_step = "Restore it from a copy, unless it was never a zip archive."
-            raise CorruptFileError(str(path), "a whole zip archive", fault, next_step) from error
+    with open_regular_file(path) as file, zip_in(file, path) as archive:
+        yield archive
+
+
+@contextlib.contextmanager
+def zip_in(file: IO[bytes], path: str | Path) -> Iterator[zipfile.ZipFile]:
+    """Read a zip archive from an open file, as `open_zip` does from the file at `path`, which errors name."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            yield archive
+    except Warning:
+        raise
+    except Exception as error:
+        # On a damaged archive zipfile raises BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError,
+        # OverflowError, struct.error, errors of zlib, bz2 and lzma, or EINVAL after a seek to a wrong place.
+        # If reading fails, it raises BadZipFile while it handles the OSError.
+        refusal = error if isinstance(error, OSError) else error.__context__
+        if isinstance(refusal, OSError) and refusal.errno not in (None, errno.EINVAL):
+            raise refusal from None
+        fault = f"{type(error).__name__}: {error}"[:200]
+        next_step = "Restore it from a copy, unless it was never a zip archive."
+        raise CorruptFileError(str(path), "a whole zip archive", fault, next_step) from error
 
 
 def check_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
@@ -207,18 +218,29 @@ def check_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
 @contextlib.contextmanager
 def open_pickle(path: str | Path) -> Iterator[IO[bytes]]:
     """Open the pickle of a torch.save file for a block that only reads it; reading its end compares the checksum."""
-    with open_zip(path) as archive:
-        pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-        if len(pickles) != 1:
-            raise zipfile.BadZipFile(f"{len(pickles)} members called data.pkl")
-        with archive.open(pickles[0]) as pickle:
-            yield pickle
+    with open_zip(path) as archive, pickle_in(archive) as pickled:
+        yield pickled
+
+
+@contextlib.contextmanager
+def pickle_in(archive: zipfile.ZipFile) -> Iterator[IO[bytes]]:
+    """Open the pickle in an archive of torch.save; BadZipFile: there is not exactly one."""
+    pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+    if len(pickles) != 1:
+        raise zipfile.BadZipFile(f"{len(pickles)} members called data.pkl")
+    with archive.open(pickles[0]) as pickled:
+        yield pickled
 
 
 def is_torch_zip(path: str | Path) -> bool:
     """Return whether torch.load reads a file as a zip archive, and not as a bare pickle of torch before 1.6."""
     with open_regular_file(path) as file:
-        return file.read(4) == b"PK\x03\x04"
+        return begins_like_zip(file)
+
+
+def begins_like_zip(file: IO[bytes]) -> bool:
+    """Return whether the next bytes of an open file are those with which zip archives of torch.save begin."""
+    return file.read(4) == b"PK\x03\x04"
 
 
 def is_torch_file(path: Path) -> bool:

@@ -25,7 +25,8 @@ from hf_trainweights.checkpoint.dcp.reader import ShardedContents, dcp_directori
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, register_anchor_directory
 from hf_trainweights.checkpoint.encoded.tree import path_text
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest
-from hf_trainweights.checkpoint.run.checkpoints import OPTIMIZER_NAME, weights_problem
+from hf_trainweights.checkpoint.run.checkpoints import OPTIMIZER_NAME
+from hf_trainweights.checkpoint.run.file_checks import weights_problem
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.reading import open_pickle, open_regular_file
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from hf_trainweights.kernels import compiled
 from hf_trainweights.kernels.compiled import DTYPES, SCRATCH
+from hf_trainweights.kernels.thresholds import THRESHOLDS
 from hf_trainweights.kernels.tokens import StoredTokens
 
 # Multiplications from which on a second thread pays: it takes some microseconds to wake.
-_THREADED = 1 << 19
+_THREADED = THRESHOLDS["THREADED"]
 # As in native/attention.c.
 _NO_MASK, _BOOL_MASK, _FLOAT_MASK = range(3)
 _NUMBERS = ("batch", "heads", "shared", "rows", "key_columns", "value_columns", "first", "end", "capacity")

@@ -29,6 +29,7 @@ from hf_trainweights.formats.table4 import Table4
 from hf_trainweights.formats.uint import UInt
 from hf_trainweights.kernels.arguments import storage_freed
 from hf_trainweights.kernels.cpu_features import capabilities, is_rounding, most_rows
+from hf_trainweights.kernels.thresholds import THRESHOLDS
 from hf_trainweights.native_library import load_library
 
 _logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ FORMATS = (Int8, Int4, Float8E4M3, UInt, Codebook4, Affine, Table4)
 # Sums of products of two bytes fit 32 bits up to this K.
 _MOST_COLUMNS = 1 << 16
 # Multiplications from which on a second thread pays: it takes some microseconds to wake.
-_THREADED = 1 << 19
+_THREADED = THRESHOLDS["THREADED"]
 
 # For so many pairs of a number of rows and a number of threads the size of scratch memory is remembered.
 _SIZES = 256

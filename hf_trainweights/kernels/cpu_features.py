@@ -1,6 +1,6 @@
 """The instructions of this CPU, and up to how many rows of x a compiled product is the fastest there.
 
-The numbers are measured: docs/performance.md, "Thresholds".
+thresholds.json has the numbers, and how they were measured.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.table4 import Table4
 from hf_trainweights.formats.uint import UInt
+from hf_trainweights.kernels.thresholds import THRESHOLDS
 
 # By instruction: oneDNN uses it under the limits whose names contain one of these texts.
 _ALLOWED = {
@@ -42,27 +43,11 @@ _FLAGS = {
     "asimddp": "dot",
 }
 
-# A CPU without AMX whose AVX512_BF16 is slow multiplies more rows faster in float32: docs/performance.md, "Thresholds".
-_BFLOAT16_ROWS = 48
-
 ALL = sys.maxsize
 
-# The most rows of x for compiled products of these kinds.
-# Integer codes with x of a 16-bit dtype that the CPU multiplies fast, without panels (native/tiles/panel.h). The scales
-# of codebook4 take longer to compute.
-_SHORT_ROWS = 256
-_CODEBOOK_ROWS = 64
-# Integer codes with NEON, which was not measured.
-_WIDENED_ROWS = 16
-# Float8 and uint without panels.
-_FLOAT8_ROWS, _UINT_ROWS = 8, 16
-# Formats of other programs without panels, multiplied with four tokens at a time.
-_IMPORTED_ROWS = 16
 # The libraries whose panels of float32 read every format.
 _LIBRARIES_OF_ANY_FORMAT = ("avx2", "avx_vnni")
-# Query rows of a head of keys, from all query heads that share it. The tiles of AMX also serve PyTorch's attention;
-# AVX-VNNI and NEON were not measured.
-_ATTENTION_ROWS = 64
+# The tiles of AMX also serve PyTorch's attention; AVX-VNNI and NEON were not measured.
 _LIBRARIES_OF_ANY_ATTENTION = ("avx512", "avx512_bf16")
 
 
@@ -99,7 +84,7 @@ def product_dtype(dtype: torch.dtype, M: int) -> torch.dtype:
     features = capabilities()
     if M == 1 or features.get("architecture") != "x86_64":
         return dtype
-    few = features.get("avx512_bf16") and M <= _BFLOAT16_ROWS
+    few = features.get("avx512_bf16") and THRESHOLDS["BFLOAT16_ROWS"] >= M
     fast = {
         torch.bfloat16: features.get("amx_bf16") or features.get("fast_avx512_bf16") or few,
         torch.float16: features.get("avx512_fp16") or features.get("amx_fp16"),
@@ -109,24 +94,24 @@ def product_dtype(dtype: torch.dtype, M: int) -> torch.dtype:
 
 def most_rows(form: Format, dtype: torch.dtype, library: str) -> int:
     """Return up to how many rows of x a library's product with a weight is the fastest; `ALL` for any number."""
-    is_fast = product_dtype(dtype, _SHORT_ROWS + 1) == dtype
+    is_fast = product_dtype(dtype, THRESHOLDS["SHORT_ROWS"] + 1) == dtype
     if is_imported(form):
         in_panels = library in _LIBRARIES_OF_ANY_FORMAT and (dtype == torch.float32 or not is_fast)
-        return ALL if in_panels else _IMPORTED_ROWS
+        return ALL if in_panels else THRESHOLDS["IMPORTED_ROWS"]
     if _takes_panels(form, dtype, library) or (library != "neon" and (dtype == torch.float32 or not is_fast)):
         return ALL
     if isinstance(form, (UInt, Float8E4M3)):
-        return _UINT_ROWS if isinstance(form, UInt) else _FLOAT8_ROWS
+        return THRESHOLDS["UINT_ROWS"] if isinstance(form, UInt) else THRESHOLDS["FLOAT8_ROWS"]
     if is_rounding(form) and (library != "neon" or dtype == torch.float32):
         return ALL
     if library == "neon":
-        return _WIDENED_ROWS
-    return _CODEBOOK_ROWS if isinstance(form, Codebook4) else _SHORT_ROWS
+        return THRESHOLDS["NEON_ROWS"]
+    return THRESHOLDS["CODEBOOK_ROWS"] if isinstance(form, Codebook4) else THRESHOLDS["SHORT_ROWS"]
 
 
 def most_attention_rows(library: str) -> int:
     """Return up to how many query rows of a head of keys a library attends faster to codes than PyTorch to floats."""
-    return ALL if library in _LIBRARIES_OF_ANY_ATTENTION else _ATTENTION_ROWS
+    return ALL if library in _LIBRARIES_OF_ANY_ATTENTION else THRESHOLDS["ATTENTION_ROWS"]
 
 
 def _takes_panels(form: Format, dtype: torch.dtype, library: str) -> bool:

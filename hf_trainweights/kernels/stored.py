@@ -28,6 +28,7 @@ from hf_trainweights.formats.wrapper import Wrapper
 from hf_trainweights.kernels import compiled, cuda, product_op
 from hf_trainweights.kernels.arguments import DEBUG, MultiplyFew, check_allocated, check_product, only_fitting
 from hf_trainweights.kernels.cpu_features import ALL, is_rounding, most_rows, product_dtype
+from hf_trainweights.kernels.thresholds import THRESHOLDS
 
 # A smaller largest magnitude of a row counts as this one, as in native/product.h.
 _SMALLEST_TOP = 2.0**-103
@@ -35,7 +36,7 @@ _SMALLEST_TOP = 2.0**-103
 _LARGEST_FLOAT8 = 448
 
 # Up to so many rows PyTorch's op for int8 is the fastest if no library is compiled.
-_MOST_PACKED_ROWS = 4
+_MOST_PACKED_ROWS = THRESHOLDS["MOST_PACKED_ROWS"]
 # So many tokens count as many in the advice of `slowness`.
 _MANY_ROWS = 64
 
@@ -46,9 +47,9 @@ _DEQUANTIZED_FIRST = ", so each product dequantizes them first and takes longer 
 # So many elements are dequantized at a time, and at least so many rows. A block stays in a cache. Memory for a float
 # weight of 32 MB would be mapped, page by page, and given back at every product.
 _BLOCK_ELEMENTS = 1 << 20
-_BLOCK_ROWS = 256
+_BLOCK_ROWS = THRESHOLDS["DEQUANTIZED_ROWS"]
 # If x has so many times as many columns as rows, the weight is the left matrix: PyTorch does not reorder it then.
-_COLUMNS_OF_ROW = 10
+_COLUMNS_OF_ROW = THRESHOLDS["COLUMNS_OF_ROW"]
 
 
 def linear(x: Tensor, held: Mapping[str, Tensor], form: Format, bias: Tensor | None = None) -> Tensor | None:

@@ -18,16 +18,16 @@ from hf_trainweights.tensor.read_only import HOW_TO_CHANGE, read_only, views_as_
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# By op: the function that runs in its place, called with the op and its arguments. NotImplemented as its result leaves
-# the case to the fallback.
+# The handler of each op. It is called with the op and its arguments; if it returns NotImplemented, the weight is
+# dequantized and the op itself runs.
 HANDLERS: dict[Any, Callable[..., Any]] = {}
 
-# By function of torch, above autograd: the function that runs in its place, with the same arguments. NotImplemented as
-# its result leaves the case to the ops.
+# The replacement of each function of torch, which runs before autograd sees the call. It is called with the function's
+# arguments; if it returns NotImplemented, the function itself runs and calls ops.
 REPLACEMENTS: dict[Any, Callable[..., Any]] = {}
 
-# Likewise, tried before them, with None as the result that leaves the case to them: to look at a tensor within one of
-# them takes PyTorch a context, half a microsecond.
+# Fast replacements, which are tried before `REPLACEMENTS` and return None to leave the call to those. PyTorch enters a
+# context before a replacement may look at a tensor, which takes half a microsecond; these do without it.
 AT_ONCE: dict[Any, Callable[..., Any]] = {}
 
 # How often each op without a handler has dequantized its weights in this process.

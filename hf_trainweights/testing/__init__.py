@@ -1,4 +1,4 @@
-"""Contracts: the promises that this package makes of each format and each codec, as classes that pytest runs.
+"""Contracts: the promises of each format, its products, each codec and each layout of checkpoints, as pytest classes.
 
 Whoever writes a format or a codec subclasses one, names the subject, and runs pytest. Only tests import this package,
 because it needs pytest.
@@ -10,11 +10,16 @@ import pytest
 
 from hf_trainweights.lazy import lazy
 
-_MODULES = {"CodecContract": "codecs", "FormatContract": "formats"}
+_MODULES = {
+    "CodecContract": "codecs",
+    "FormatContract": "formats",
+    "LayoutContract": "layouts",
+    "ProductContract": "products",
+}
 
-__all__ = ["CodecContract", "FormatContract"]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = [*_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 # pytest shows the values on both sides of a failed comparison only in modules that it hears of before their import.
-_REWRITTEN = ("codecs", "formats", "format_values", "format_tensors", "values")
+_REWRITTEN = ("codecs", "formats", "layouts", "products", "format_values", "format_tensors", "values")
 pytest.register_assert_rewrite(*(f"{__name__}.{name}" for name in _REWRITTEN))
 __getattr__ = lazy(__name__, _MODULES)

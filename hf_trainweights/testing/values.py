@@ -1,11 +1,13 @@
-"""Values for contracts: random weights, bits of tensors, and rounding that does not depend on PyTorch's."""
+"""Values for contracts: random weights, bits of tensors, errors of products, and rounding without PyTorch's help."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -26,6 +28,49 @@ def assert_same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> None
     for key, tensor in left.items():
         assert (tensor.shape, tensor.dtype) == (right[key].shape, right[key].dtype), f"shape or dtype of {key} differs"
         assert stored_bits(tensor) == stored_bits(right[key]), f"the bytes of {key} differ"
+
+
+def assert_close_product(
+    result: Tensor, dense: Tensor, exact: Tensor, terms: Tensor | None = None, usual_size: float = 0.0
+) -> None:
+    """Check the bound that every product keeps: 1.5 times the rounding floor, and in float32 1e-6 of the norm.
+
+    Args:
+        result: The product with a quantized weight.
+        dense: The product with the dequantized weight, in the same dtype; its error is the floor, at least half a unit.
+        exact: The product with the dequantized weight in float64.
+        terms: For each result the norm of the terms of its sum, if the weight has column scales: x is rounded once
+            more, which adds to the floor.
+        usual_size: The norm that `exact` would have with other signs of x, if it may be small by chance.
+    """
+    assert (result.shape, result.dtype) == (dense.shape, dense.dtype)
+    size = max(exact.norm().item(), usual_size)
+    floor = max((dense.double() - exact).norm().item(), torch.finfo(result.dtype).eps / 2 * size)
+    if terms is not None:
+        floor = math.hypot(floor, torch.finfo(result.dtype).eps / 2 * terms.norm().item())
+    bound = max(1.5 * floor, 1e-6 * size)
+    assert (result.double() - exact).norm().item() <= bound
+
+
+def assert_close_products(
+    multiply: Callable[[Tensor, Tensor | None], Tensor], weight: Tensor, dtype: torch.dtype, rows: Iterable[int]
+) -> None:
+    """Check the same bound of random products with several numbers of rows, with a bias and without.
+
+    Args:
+        multiply: Takes x and a bias or None, in `dtype`, and returns their product with a quantized weight.
+        weight: The dequantized weight, float32 `[N, K]`.
+        dtype: Dtype of x, the bias and the result.
+        rows: The numbers of rows of x.
+    """
+    bias = weight_with_outliers(1, len(weight), dtype=dtype)[0]
+    for M in rows:
+        x = weight_with_outliers(M, weight.shape[1], dtype=dtype, seed=M)
+        usual_size = (x.double().square() @ weight.double().square().t()).sum().sqrt().item()
+        for added in (None, bias):
+            exact = F.linear(x.double(), weight.double(), None if added is None else added.double())
+            dense = F.linear(x.float(), weight, None if added is None else added.float()).to(dtype)
+            assert_close_product(multiply(x, added), dense, exact, usual_size=usual_size)
 
 
 def round_once(exact: Tensor, dtype: torch.dtype) -> Tensor:

@@ -24,7 +24,7 @@ from hf_trainweights.checkpoint.manifest import (
     write_manifest,
 )
 from hf_trainweights.checkpoint.run.checkpoints import verify_checkpoint
-from hf_trainweights.checkpoint.run.job import rewriting
+from hf_trainweights.checkpoint.run.in_place import rewriting
 from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError
 from hf_trainweights.files.reading import sign_json
 

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from covering import exhaustive
-from helpers import assert_close_product
 from torch import Tensor
 from triton.runtime import interpreter
 from weights import random_weight
@@ -28,7 +27,7 @@ from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.kernels import cuda, gpu_tables, triton_launch
 from hf_trainweights.kernels.triton_products import multiply_codes, round_rows, unpack_pair
-from hf_trainweights.testing.values import round_once
+from hf_trainweights.testing.values import assert_close_product, round_once
 
 PAIRS = {"f16x2": torch.float16, "bf16x2": torch.bfloat16}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import assert_close_product
 from torch.nn import functional as F
 from weights import random_weight
 
@@ -12,7 +11,8 @@ from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.codebook4 import GROUP_BITS, GROUP_SIZE, Codebook4
 from hf_trainweights.formats.group_scales import pack_bits
 from hf_trainweights.formats.packing import pack_int4
-from hf_trainweights.kernels import linear, stored
+from hf_trainweights.kernels import linear
+from hf_trainweights.testing.values import assert_close_product
 
 FORM = Codebook4()
 
@@ -39,12 +39,3 @@ def test_every_index_factor_and_sign_is_multiplied(G: int, dtype: torch.dtype) -
         result = linear(x, tensors, FORM)
         assert result is not None
         assert_close_product(result, F.linear(x, weight.to(dtype)), F.linear(x.double(), weight))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [2, 40])
-def test_the_op_is_well_behaved(rows: int) -> None:
-    tensors = FORM.quantize(random_weight(24, 64))
-    x = random_weight(rows, 64)
-    for bias in (None, random_weight(24)):
-        torch.library.opcheck(stored.LINEAR, (x, list(tensors.values()), bias, stored.config_of(FORM)))

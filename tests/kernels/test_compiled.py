@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_close_product, assert_close_products
 from torch import Tensor, nn
 from torch.nn import functional as F
 from weights import random_weight
@@ -22,7 +21,7 @@ from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.uint import UInt4
 from hf_trainweights.kernels import arguments, compiled, linear, prepare_few_rows, stored
 from hf_trainweights.kernels.arguments import MultiplyFew
-from hf_trainweights.tensor.dispatch import FALLBACKS
+from hf_trainweights.testing.values import assert_close_product, assert_close_products
 
 on_every_cpu = pytest.mark.usefixtures("cpu")
 every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
@@ -45,19 +44,6 @@ def prepared(tensors: dict[str, Tensor], form: Format, dtype: torch.dtype) -> Mu
     multiply = prepare_few_rows(tensors, form, dtype)
     assert multiply is not None
     return multiply
-
-
-@pytest.mark.slow
-@pytest.mark.covering(2)
-@pytest.mark.usefixtures("library")
-@every_dtype
-@pytest.mark.parametrize("form", FORMATS, ids=str)
-@pytest.mark.parametrize(("N", "K"), [(1, 384), (50, 128), (100, 896)])
-def test_products_are_as_exact_as_dequantizing(form: Format, N: int, K: int, dtype: torch.dtype, threads: int) -> None:
-    form = form.fallback((N, K))
-    tensors = form.quantize(random_weight(N, K, dtype=dtype))
-    weight = form.dequantize(tensors, (N, K), torch.float32)
-    assert_close_products(lambda x, bias: product(x, tensors, form, bias), weight, dtype, ROWS)
 
 
 @pytest.mark.slow
@@ -172,24 +158,6 @@ def test_the_smallest_and_the_largest_rows_are_multiplied(form: Format, top: flo
         exact = x.double() @ form.dequantize(tensors, (20, 64), torch.float64).t()
         # One digit counts steps of 1e-33 at least.
         torch.testing.assert_close(product(x, tensors, form).double(), exact, rtol=0.1, atol=max(1e-33, 0.01 * top))
-
-
-@pytest.mark.covering(2)
-@on_every_cpu
-@every_dtype
-@pytest.mark.parametrize("form", [Int8(), Int8(activations="int8"), Int8(32), Int4(32), Float8E4M3()], ids=str)
-def test_a_layer_multiplies_without_dequantizing(form: Format, dtype: torch.dtype) -> None:
-    layer = nn.Linear(64, 48).to(dtype)
-    layer.weight = nn.Parameter(QuantizedTensor.quantize(layer.weight.detach(), form), requires_grad=False)
-    tensors = layer.weight.tensors
-    FALLBACKS.clear()
-    for x in (torch.randn(2, 9, 64).to(dtype), torch.randn(64).to(dtype), torch.randn(0, 64).to(dtype)):
-        with torch.no_grad():
-            at_once = layer(x)
-        assert torch.equal(at_once, layer(x))  # by way of autograd and the dispatcher
-        if x.numel():
-            assert torch.equal(at_once, product(x, tensors, form, layer.bias.detach()))
-    assert not FALLBACKS
 
 
 @pytest.mark.usefixtures("library")

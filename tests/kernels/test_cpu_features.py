@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cpus import AMX, COOPER_LAKE, GENOA, GRAVITON, ICE_LAKE, library_of, use_cpu
-from helpers import assert_close_product
 from weights import random_weight, weight_of
 
 from hf_trainweights.formats import FORMATS
 from hf_trainweights.kernels import cpu_features as instructions
 from hf_trainweights.kernels.cpu_features import product_dtype
+from hf_trainweights.testing.values import assert_close_product
 
 half_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close_product
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -25,6 +24,7 @@ from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.kernels import cuda, gpu_tables, linear, prepare_few_rows, stored, triton_launch
 from hf_trainweights.kernels.stored import multiply_dequantized
 from hf_trainweights.kernels.triton_launch import Run, Stored
+from hf_trainweights.testing.values import assert_close_product
 
 every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 every_form = pytest.mark.parametrize("form", [Int8(), Int8(32), Int4(32)], ids=str)

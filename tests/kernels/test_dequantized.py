@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from cpus import HASWELL, use_cpu
-from helpers import assert_close_product
 from weights import random_weight, same_bytes
 
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
@@ -17,6 +16,7 @@ from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.uint import UInt2, UInt3, UInt4, UInt5, UInt6
 from hf_trainweights.kernels import compiled, stored
+from hf_trainweights.testing.values import assert_close_product
 
 FORMATS = [
     *(Int8(size) for size in (None, 4, 8, 16, 32, 64, 128)),
@@ -76,6 +76,12 @@ def test_products_with_the_weight_itself_are_as_exact_as_dequantizing(
         x = random_weight(M, N, dtype=dtype)
         out = stored.multiply_transpose(x, tensors, form, (N, K))
         assert_close_product(out, (x.float() @ weight).to(dtype), x.double() @ weight.double())
+
+
+def test_x_that_is_no_float_of_the_cpu_has_no_op() -> None:
+    tensors = Int4(32).quantize(random_weight(64, 32))
+    for x in (random_weight(2, 32).double(), random_weight(2, 32).to("meta")):
+        assert stored.linear(x, tensors, Int4(32)) is None
 
 
 @pytest.mark.parametrize("rows", [1, 5])

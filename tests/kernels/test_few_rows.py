@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from covering import by_default, exhaustive
 from emulated_gpu import emulated_gpu, kernel_cache, needs_compiler
-from helpers import assert_close_product
 from torch import Tensor
 from weights import random_weight, stored_tensors
 
@@ -24,6 +23,7 @@ from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.table4 import Table4
 from hf_trainweights.kernels import few_rows
+from hf_trainweights.testing.values import assert_close_product
 
 __all__ = ["emulated_gpu", "kernel_cache"]  # fixtures
 

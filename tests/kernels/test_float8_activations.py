@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close_product
 from weights import random_weight
 
 from hf_trainweights import QuantizedTensor
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.kernels import linear, stored
+from hf_trainweights.testing.values import assert_close_product
 
 FORM = Float8E4M3(activations="float8")
 every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from architectures import make_llama, random_ids
-from helpers import assert_close_product
 from torch import Tensor
 from transformers import PreTrainedModel
 from weights import random_weight, stored_tensors
@@ -23,6 +22,7 @@ from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.table4 import Table4
 from hf_trainweights.kernels import cuda, cuda_driver
+from hf_trainweights.testing.values import assert_close_product
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

@@ -16,7 +16,6 @@ import pytest
 import torch
 from cpus import loaded
 from fences import product
-from helpers import assert_close_products
 from weights import random_weight
 
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
@@ -28,6 +27,7 @@ from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.uint import UInt3, UInt6
 from hf_trainweights.kernels import compiled
 from hf_trainweights.native_library import load_library
+from hf_trainweights.testing.values import assert_close_products
 
 every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from covering import by_default, exhaustive
-from helpers import assert_close_product
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -29,6 +28,7 @@ from hf_trainweights.formats.table4 import Table4
 from hf_trainweights.inspection.difference import compare_models
 from hf_trainweights.inspection.listing import inspect_weights
 from hf_trainweights.report.write import write_report
+from hf_trainweights.testing.values import assert_close_product
 
 FORMS: dict[str, Format] = {
     str(form): form

@@ -18,7 +18,6 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES, Architecture, generate, outputs
-from helpers import assert_close_product
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
@@ -29,6 +28,7 @@ from transformers.quantizers.base import HfQuantizer
 import hf_trainweights
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, TrainWeightsHfQuantizer, get_model_size_in_bytes
 from hf_trainweights.errors import ConfigError, CorruptFileError, TrainWeightsError, UnsupportedError
+from hf_trainweights.testing.values import assert_close_product
 
 LLAMA = ARCHITECTURES["llama"]
 INT8 = TrainWeightsConfig("int8")

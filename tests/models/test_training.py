@@ -11,7 +11,6 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, outputs
 from covering import by_default
-from helpers import assert_close_product
 from peft import (
     LoraConfig,
     PeftModel,
@@ -27,6 +26,7 @@ from transformers.trainer_utils import load_sharded_checkpoint
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig
 from hf_trainweights.errors import CorruptFileError, TrainWeightsError
 from hf_trainweights.tensor.dispatch import FALLBACKS
+from hf_trainweights.testing.values import assert_close_product
 
 # PEFT, and here and there a test, uses names that Transformers is about to change.
 pytestmark = [

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from covering import by_default
-from helpers import assert_close_product
 from torch import Tensor, nn
 from weights import FORMS, KINDS, LAYOUTS, quantized_weight, random_weight, same_stored, weight_of
 
@@ -28,6 +27,7 @@ from hf_trainweights.tensor.stored_names import (
     stored_name,
     unflatten_weight,
 )
+from hf_trainweights.testing.values import assert_close_product
 
 every_form = pytest.mark.parametrize("form", FORMS)
 

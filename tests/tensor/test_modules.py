@@ -17,7 +17,6 @@ import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model, init_empty_weights
 from accelerate.utils import set_module_tensor_to_device
-from helpers import assert_close_product
 from torch import Tensor, nn
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
@@ -29,6 +28,7 @@ from hf_trainweights import QuantizedTensor, TrainWeightsConfig, dequantize_, ge
 from hf_trainweights.errors import ConfigError, QuantizationError, UnsupportedError
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.tensor.dispatch import FALLBACKS
+from hf_trainweights.testing.values import assert_close_product
 
 INT4 = TrainWeightsConfig("int4", group_size=32)
 CONFIGS = {name: TrainWeightsConfig(name, include_embeddings=True) for name in QUANTIZABLE}

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from covering import by_default, covering, exhaustive
 from cpus import AMX, use_cpu
-from helpers import assert_close_product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from hf_trainweights import QuantizedTensor, TrainWeightsConfig, dequantize_, qu
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.tensor.dispatch import FALLBACKS, HANDLERS
 from hf_trainweights.tensor.read_only import ReadOnlyTensor
+from hf_trainweights.testing.values import assert_close_product
 
 every_form = pytest.mark.parametrize("form", FORMS)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,4 +1,4 @@
-"""The contract of a format as a third party runs it: on a format that this package does not have."""
+"""The contracts of a format and its products as a third party runs them: on a format that this package lacks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hf_trainweights.formats import FORMATS, Format
-from hf_trainweights.testing import FormatContract
+from hf_trainweights.testing import FormatContract, ProductContract
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_format.py"
 
@@ -34,12 +34,18 @@ def ternary() -> Any:
 Ternary = ternary()
 
 
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FORMATS, "ternary", Ternary)
+
+
 class TestOwnFormat(FormatContract):
     formats = (Ternary(),)
 
-    @pytest.fixture(autouse=True)
-    def _registered(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(FORMATS, "ternary", Ternary)
-
     def bound_of(self, subject: Format) -> float:
         return 1.0  # the largest code is the mean magnitude of a row
+
+
+@pytest.mark.slow
+class TestProductsOfOwnFormat(ProductContract):
+    formats = (Ternary(),)

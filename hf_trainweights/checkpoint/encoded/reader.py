@@ -19,11 +19,11 @@ import io
 import os
 import pickle
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -40,7 +40,16 @@ from hf_trainweights.checkpoint.encoded.structure import (
 )
 from hf_trainweights.checkpoint.encoded.tree import corrupt, path_text
 from hf_trainweights.errors import ConfigError, CorruptFileError, MissingAnchorError
-from hf_trainweights.files.reading import TORCH_SUFFIXES, file_sha256, is_torch_zip, open_pickle, require_regular_file
+from hf_trainweights.files.reading import (
+    TORCH_SUFFIXES,
+    begins_like_zip,
+    file_sha256,
+    open_pickle,
+    open_regular_file,
+    pickle_in,
+    require_regular_file,
+    zip_in,
+)
 from hf_trainweights.files.torch_zip import MemoryFile
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 
@@ -68,16 +77,16 @@ def load_file(path: str | Path, *, map_location: Any = "cpu", mmap: bool = False
     """Load a plain or an encoded torch file to the CPU like `torch.load(path, weights_only=True)`; errors name it.
 
     An encoded file is always memory-mapped, because decoding copies it. A file of torch before 1.6 cannot be mapped.
-    CorruptFileError: it is damaged, no torch file, or holds more than data. MissingAnchorError: its anchor is found
-    nowhere.
+    CorruptFileError: it is damaged, no torch file, or holds more than data. MissingAnchorError: its anchor is gone.
     """
-    is_zip = is_torch_zip(path)
+    with open_regular_file(path) as file:
+        is_zip = begins_like_zip(file)
+        mmap = mmap or (is_zip and is_encoded_in(file, path))
     with _load_errors(str(path), is_zip):
         if not is_zip:
             # A file of PyTorch before 1.6 may claim a text of 4 GB. torch cannot read beyond bytes in memory.
             return torch.load(io.BytesIO(Path(path).read_bytes()), map_location=map_location, weights_only=True)
-        is_mapped = mmap or is_encoded(path)
-        return torch.load(os.fspath(path), map_location=map_location, mmap=is_mapped, weights_only=True)
+        return torch.load(os.fspath(path), map_location=map_location, mmap=mmap, weights_only=True)
 
 
 def load_item(data: bytes, where: str) -> Any:
@@ -116,8 +125,15 @@ def _complaint(error: Exception, is_zip: bool) -> str:
 
 def is_encoded(path: str | Path) -> bool:
     """Return whether a file claims to be an encoded one; False if it is too damaged to tell."""
+    with contextlib.suppress(CorruptFileError), open_regular_file(path) as file:
+        return is_encoded_in(file, path)
+    return False
+
+
+def is_encoded_in(file: IO[bytes], path: str | Path) -> bool:
+    """Return whether an open file claims to be an encoded one, as `is_encoded` does for the file at `path`."""
     try:
-        with open_pickle(path) as pickled:
+        with zip_in(file, path) as archive, pickle_in(archive) as pickled:
             return pickled.read(len(DECODE_CALL)) == DECODE_CALL
     except CorruptFileError:
         return False
@@ -129,11 +145,15 @@ def read_structure(path: str | Path) -> dict[str, Any]:
 
 
 def read_report(path: str | Path) -> dict[str, Any]:
-    """Rebuild from an encoded file the report that its manifest had, if the manifest is lost.
+    """Rebuild from an encoded file the report that its manifest had, if the manifest is lost."""
+    return report_of(read_structure(path))
+
+
+def report_of(structure: Mapping[str, Any]) -> dict[str, Any]:
+    """Rebuild a manifest's report from the structure of its file.
 
     Names and roles stood in the plan only, so they are guessed from key paths.
     """
-    structure = read_structure(path)
     paths, tensors = storage_paths(structure), []
     for index, entry in enumerate(structure["storages"]):
         keys = paths.get(index, ())
@@ -154,7 +174,12 @@ def anchor_digests(path: Path) -> Collection[str]:
                 pass
     if not path.is_file() or not is_encoded(path):
         return ()
-    anchor = read_structure(path).get("anchor")
+    return anchor_digests_in(read_structure(path))
+
+
+def anchor_digests_in(structure: Mapping[str, Any]) -> Collection[str]:
+    """Return the digests of the anchor, or of the files of the base, that the structure of a file refers to, if any."""
+    anchor = structure.get("anchor")
     if anchor is None:
         return ()
     return anchor["base"]["files"].values() if "base" in anchor else anchor.get("parts", (anchor["sha256"],))
@@ -165,7 +190,7 @@ def load_undecoded(path: str | Path) -> Undecoded:
     require_regular_file(path)
     token = leave_undecoded.set(True)
     try:
-        loaded = load_file(path) if is_encoded(path) else None
+        loaded = load_file(path, mmap=True) if is_encoded(path) else None
     finally:
         leave_undecoded.reset(token)
     if type(loaded) is not Undecoded:

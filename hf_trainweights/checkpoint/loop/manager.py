@@ -25,8 +25,9 @@ from hf_trainweights.checkpoint.loop.training_state import (
     save_training_state,
 )
 from hf_trainweights.checkpoint.planning.policy import ModeName, Policy
+from hf_trainweights.checkpoint.run.base import RunBase
 from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, checkpoint_step
-from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, RunBase, require_count
+from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, require_count
 from hf_trainweights.checkpoint.run.ranks import Ranks, all_ranks
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.atomic import make_directories, save_errors

@@ -30,8 +30,9 @@ from hf_trainweights.checkpoint.manifest import Manifest, require_progress
 from hf_trainweights.checkpoint.planning.optimizers import class_name
 from hf_trainweights.checkpoint.planning.policy import ModeName, Policy
 from hf_trainweights.checkpoint.planning.roles import optimizer_parameter_names
+from hf_trainweights.checkpoint.run.base import BaseChoice
 from hf_trainweights.checkpoint.run.checkpoints import OPTIMIZER_NAME, STATE_NAME, intact_manifest
-from hf_trainweights.checkpoint.run.job import BaseChoice, SaveJob
+from hf_trainweights.checkpoint.run.job import SaveJob
 from hf_trainweights.checkpoint.run.weights import WEIGHTS_NAME, Weights
 from hf_trainweights.checkpoint.whole.writer import save_new_directory
 from hf_trainweights.errors import ConfigError, CorruptFileError

@@ -16,7 +16,7 @@ import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -176,20 +176,31 @@ def unused_anchors(directory: Path) -> list[Path]:
 
     Return an empty list if a file cannot be read, because that file may need any of the anchors.
     """
-    anchors = set(directory.glob(f"*{ANCHOR_SUFFIX}"))
+    anchors = {path.name for path in directory.glob(f"*{ANCHOR_SUFFIX}")}
     if not anchors:
         return []
     try:
         listed_names = read_manifest(directory).files if (directory / MANIFEST_NAME).exists() else ()
-        needed = {directory / name for name in listed_names}
-        readers = set(directory.iterdir()) - anchors
-        while readers:  # an anchor may itself be a difference to another anchor
-            names = {anchor_file_name(sha256) for path in readers for sha256 in anchor_digests(path)}
-            readers = anchors.intersection(directory / name for name in names) - needed
-            needed |= readers
+        others = {path.name for path in directory.iterdir()} - anchors
+        needed = needed_files(anchors, others, lambda name: _anchor_names(directory / name)).union(listed_names)
     except (CorruptFileError, OSError):
         return []
-    return sorted(anchors - needed)
+    return sorted(directory / name for name in anchors - needed)
+
+
+def needed_files(
+    anchors: Collection[str], readers: Collection[str], anchor_names: Callable[[str], Collection[str]]
+) -> set[str]:
+    """Return the names of those `anchors` that the files `readers` need to be decoded, in turn over other anchors."""
+    needed: set[str] = set()
+    while readers:  # an anchor may itself be a difference to another anchor
+        readers = {name for reader in readers for name in anchor_names(reader)}.intersection(anchors) - needed
+        needed |= readers
+    return needed
+
+
+def _anchor_names(path: Path) -> list[str]:
+    return [anchor_file_name(sha256) for sha256 in anchor_digests(path)]
 
 
 def measure_delta_rms(weights: Mapping[str, Any], anchor: Anchor | BaseWeights) -> dict[str, float]:

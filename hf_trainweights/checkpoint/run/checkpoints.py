@@ -15,41 +15,25 @@ import json
 import os
 import re
 import stat
-import zipfile
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
-from hf_trainweights.checkpoint.encoded.decoder import open_anchor
 from hf_trainweights.checkpoint.encoded.reader import (
     find_base,
-    is_encoded,
-    load_file,
-    read_structure,
-    register_anchor_directory,
-    verify_anchor,
 )
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
-from hf_trainweights.checkpoint.encoded.workers import in_order, worker_count
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest
 from hf_trainweights.errors import CorruptFileError, MissingAnchorError
 from hf_trainweights.files.atomic import SHOWN_PREFIXES, replace_file, save_errors
 from hf_trainweights.files.disk import TEMPORARY_PREFIX
 from hf_trainweights.files.reading import (
-    TORCH_SUFFIXES,
-    check_member,
     file_sha256,
-    is_torch_zip,
-    open_zip,
     read_json_object,
-    require_regular_file,
 )
 from hf_trainweights.files.safetensors_file import read_safetensors_header
-from hf_trainweights.files.weight_files import ENTRY_POINTS, safetensors_files, shard_names
+from hf_trainweights.files.weight_files import ENTRY_POINTS, safetensors_files
 
 # Clean-up takes this name for no temporary one, and a Trainer pushes no file whose name begins with an underscore.
 MARK_NAME = "_trainweights_run.json"
@@ -72,7 +56,7 @@ FSDP_WEIGHTS_NAME = "pytorch_model_fsdp.bin"
 
 # A Trainer loads these files when it resumes; other readers of the weights do not.
 RESUMED_FROM = (*OPTIMIZER_NAMES, FSDP_WEIGHTS_NAME)
-_READ_BY_A_RESUME = frozenset({STATE_NAME, *RESUMED_FROM, *ENTRY_POINTS})
+READ_BY_A_RESUME = frozenset({STATE_NAME, *RESUMED_FROM, *ENTRY_POINTS})
 # Loaders open these before pytorch_model.bin and adapter_model.bin, so an unlisted one would be loaded instead.
 _PREFERRED_BY_LOADERS = frozenset(name for name in ENTRY_POINTS if ".safetensors" in name)
 
@@ -118,55 +102,10 @@ def steps_since_last_save(path: Path) -> int | None:
     return next((step - saved for saved in newest_first if saved < step), None)
 
 
-def progress_problem(directory: Path) -> str | None:
-    """Return why a resume could not read how far the training of a checkpoint had come, or None if it could."""
-    state = directory / STATE_NAME
-    return file_problem(state if state.is_file() else directory / TRAINER_STATE_NAME)
-
-
 def entry_points(directory: Path) -> list[Path]:
     """Return the weight files that a loader may open first, including those in the folders of further adapters."""
     folders = [directory, *sorted(path for path in directory.iterdir() if path.is_dir())]
     return [folder / name for folder in folders for name in ENTRY_POINTS if (folder / name).is_file()]
-
-
-def anchor_problem(path: Path) -> str | None:
-    """Return why the anchor or base that a weight file needs cannot be read, or None if it can."""
-    register_anchor_directory(path.parent)  # whoever loads the checkpoint does that, too
-    try:
-        _require_anchor(path)
-    except MissingAnchorError as error:
-        return f"{path.name} needs its {error.where}: {error.found}"
-    except (CorruptFileError, OSError) as error:
-        return f"{path.name} cannot be decoded: {error}"
-    return None
-
-
-def _require_anchor(path: Path) -> None:
-    """Open the anchor or the base of an encoded file."""
-    anchor = read_structure(path).get("anchor") if is_encoded(path) else None
-    if anchor is not None:
-        open_anchor(anchor)
-
-
-def require_undamaged(directory: Path, verified: Collection[str]) -> None:
-    """Check all files of a checkpoint but the `verified` ones, before a manifest says that they are intact.
-
-    Files that several ranks write are left out, because another rank may still be writing. CorruptFileError: checksums
-    or structure show that a file is not as it was written. MissingAnchorError: an encoded file needs an anchor that is
-    not there.
-    """
-    register_anchor_directory(directory)
-    for name, status in list_files(directory).items():
-        if name in verified or name.startswith(RNG_PREFIX) or not stat.S_ISREG(status.st_mode):
-            continue
-        path = directory / name
-        problem = file_problem(path, is_torch=path.name in _READ_BY_A_RESUME)
-        if problem:
-            next_step = "Nothing was changed. Use another checkpoint, restore the file from a copy, or remove it."
-            raise CorruptFileError(str(path), "a whole file", problem, next_step)
-        if path.suffix in TORCH_SUFFIXES:
-            _require_anchor(path)
 
 
 def trainer_state(directory: Path) -> Mapping[str, Any]:
@@ -175,47 +114,6 @@ def trainer_state(directory: Path) -> Mapping[str, Any]:
         return read_json_object(directory / TRAINER_STATE_NAME)
     except (CorruptFileError, OSError):
         return {}
-
-
-def file_problem(path: Path, *, is_torch: bool = True) -> str | None:
-    """Return which checksum or structure shows that a file is not as it was written, or None if it looks intact.
-
-    If `is_torch` is false, another program may have written the file although its suffix is one of torch's.
-    """
-    try:
-        if path.name == TRAINER_STATE_NAME:
-            read_json_object(path)
-        elif path.suffix == ".safetensors":
-            require_regular_file(path)
-            with safe_open(path, framework="pt") as tensors:
-                tensors.keys()
-        elif path.suffix == ANCHOR_SUFFIX:
-            verify_anchor(path)
-        elif path.suffix in TORCH_SUFFIXES:
-            if is_torch_zip(path) or zipfile.is_zipfile(path):  # the file begins like a zip archive, or ends like one
-                _read_zip(path)
-            elif is_torch:
-                load_file(path)  # PyTorch before 1.6 wrote no zip archives
-    except (CorruptFileError, OSError, SafetensorError, TypeError, ValueError, RecursionError) as error:
-        return f"{path.name} cannot be read: {error}"
-    return None
-
-
-def _read_zip(path: Path) -> None:
-    with open_zip(path) as archive:
-        tasks = [(member.file_size, partial(check_member, archive, member)) for member in archive.infolist()]
-        workers = worker_count(sum(size_bytes for size_bytes, _ in tasks))
-        for _ in in_order(tasks, workers, lambda _: 0):
-            pass
-
-
-def weights_problem(path: Path) -> str | None:
-    """Return why a weight file, or a shard of an index, cannot be loaded, or None if its structure is sound."""
-    try:
-        names = shard_names(path) if path.name.endswith(".index.json") else [path.name]
-    except (CorruptFileError, OSError) as error:
-        return f"{path.name} cannot be read: {error}"
-    return next(filter(None, (file_problem(path.parent / name) for name in names)), None)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hf_trainweights.checkpoint.codecs import CODECS
-from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_report, read_structure
-from hf_trainweights.checkpoint.manifest import reported_rounding
+from hf_trainweights.checkpoint.encoded.reader import load_file, report_of
+from hf_trainweights.checkpoint.manifest import FileEntry, reported_rounding
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import replace_file
-from hf_trainweights.files.reading import is_torch_file, require_regular_file
+from hf_trainweights.files.reading import DigestedFile, require_regular_file
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 
 
@@ -53,18 +54,22 @@ def read_weights(path: Path) -> dict[str, Any]:
     return state
 
 
-def is_lossy(path: Path) -> bool:
-    """Return whether a file was encoded with a loss. Encoding it again would add to its error, or hide the error."""
-    storages = read_structure(path)["storages"] if is_torch_file(path) and is_encoded(path) else ()
+def is_lossy(structure: Mapping[str, Any] | None) -> bool:
+    """Return whether a file of this structure was encoded with a loss; False for a plain file, which has none.
+
+    Encoding it again would add to its error, or hide the error.
+    """
+    storages = structure["storages"] if structure is not None else ()
     # A tensor that was rounded first and then stored by a lossless codec has a bound, too.
     return any("bound" in storage or not CODECS[storage["codec"]].lossless for storage in storages)
 
 
-def restore_file(file: Path) -> dict[str, float]:
-    """Replace an encoded file by a plain one, and return the rounding of the encoded one by role."""
-    tree, rounding, status = load_file(file), reported_rounding(read_report(file)), file.stat()
-    with replace_file(file) as plain:
+def restore_file(file: Path, structure: Mapping[str, Any]) -> tuple[FileEntry, dict[str, float]]:
+    """Replace an encoded file of this structure by a plain one; return its entry, and the old rounding by role."""
+    tree, status = load_file(file), file.stat()
+    with replace_file(file) as stream:
+        plain: Any = DigestedFile(stream)
         torch.save(tree, plain)
     # A resume uses the newer of two files with an optimizer's state, so the time must stay.
     disk.file_system.set_times(file, status.st_atime_ns, status.st_mtime_ns)
-    return rounding
+    return FileEntry(plain.size_bytes, plain.sha256()), reported_rounding(report_of(structure))

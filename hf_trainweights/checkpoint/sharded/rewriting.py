@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from hf_trainweights.checkpoint.dcp.metadata import ITEM_SUFFIX, Place
+from hf_trainweights.checkpoint.dcp.metadata import ITEM_SUFFIX, METADATA_NAME, Place
 from hf_trainweights.checkpoint.dcp.reader import ShardedContents, read_place, read_tensor_at
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest import (
@@ -39,8 +39,10 @@ from hf_trainweights.checkpoint.manifest import (
 )
 from hf_trainweights.checkpoint.planning.optimizers import STATES_KEY
 from hf_trainweights.checkpoint.run.anchors import unused_anchors
-from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, size_bytes
-from hf_trainweights.checkpoint.run.job import SaveJob, manifest_fields, rewriting, write_complete_manifest
+from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, list_files, size_bytes
+from hf_trainweights.checkpoint.run.in_place import Listing, rewriting
+from hf_trainweights.checkpoint.run.job import RewriteJob
+from hf_trainweights.checkpoint.run.ranks import Ranks
 from hf_trainweights.checkpoint.sharded.conversion import verified_manifest, write_plain_in_place
 from hf_trainweights.checkpoint.sharded.rank_items import RankItems
 from hf_trainweights.checkpoint.sharded.writer import TrainWeightsWriter, write_items
@@ -97,7 +99,7 @@ class ShardedLayout:
         """Return the free bytes that rewriting takes: old files of a directory stay until all new ones are there."""
         return max(map(size_bytes, self._dcp_directories))
 
-    def compress(self, job: SaveJob) -> Manifest:
+    def compress(self, job: RewriteJob) -> Manifest:
         """Compress the files; directories that were rounded before stay as they are.
 
         The coordinator calls this within `Ranks.decide`, and each rank encodes the files that it wrote.
@@ -107,31 +109,51 @@ class ShardedLayout:
         previous = verified_manifest(self.path, self._dcp_directories)
         if previous is not None and job.is_done(previous, recorded):
             return previous
+        listing = self._listing(previous)
         with self._locked():
-            contents = [ShardedContents(directory) for directory in self._dcp_directories]
-            for content in contents:
-                content.require_complete()
-            fields = manifest_fields(self.path, previous, job.metrics, recorded)
+            contents = self._whole_contents(job.ranks, is_verified=previous is not None)
+            fields = listing.manifest_fields(job.metrics, recorded)
             self._encode(job, contents, fields.get("step"), recorded, job.class_after(previous))
-            return self._finish(previous, fields)
+            return self._finish(listing, fields)
 
     def restore(self) -> Manifest:
         """Replace the files by plain DCP files; after an error each directory is either encoded or plain."""
         previous = verified_manifest(self.path, self._dcp_directories)
         if previous is not None and previous.mode == PLAIN_MODE:
             return previous
+        listing = self._listing(previous)
         with self._locked():
             roundings: dict[str, dict[str, float]] = {}
-            for directory in self._dcp_directories:
-                contents = ShardedContents(directory)
+            for contents in self._whole_contents(Ranks(), is_verified=previous is not None):
+                directory = contents.directory
                 own = total_rounding(replace(contents.manifest, rounded_before={})) if contents.manifest else {}
                 rounding = add_rounding(self._rounded_before(directory, previous), own)
                 for name in write_plain_in_place(contents):
                     if rounding:
                         roundings[(directory / name).relative_to(self.path).as_posix()] = rounding
-            fields = manifest_fields(self.path, previous)
-            manifest = Manifest({}, PLAIN_MODE, rounded_before=roundings, **fields)
-            return write_complete_manifest(self.path, None, manifest)
+            manifest = Manifest({}, PLAIN_MODE, rounded_before=roundings, **listing.manifest_fields())
+            return listing.write_manifest(manifest, carries_rounding=False)
+
+    def _whole_contents(self, ranks: Ranks, *, is_verified: bool) -> list[ShardedContents]:
+        """Open all directories; each rank reads the items that it wrote, unless a manifest `is_verified`.
+
+        CorruptFileError: an item is damaged or missing.
+        """
+        contents = [ShardedContents(directory) for directory in self._dcp_directories]
+        for content in contents:
+            content.require_complete()
+            if not is_verified:
+                owners = _owners(content, ranks.size)
+                places: list[list[Place]] = [[] for _ in range(ranks.size)]
+                for place in content.places.values():
+                    places[owners[place.file]].append(place)
+                ranks.share([partial(_read_items, content.directory, own) for own in places])
+        return contents
+
+    def _listing(self, previous: Manifest | None) -> Listing:
+        """List the files that torch.distributed.checkpoint has not written; ranks check those that it has."""
+        items = [name for name in list_files(self.path) if name.endswith((ITEM_SUFFIX, METADATA_NAME, ANCHOR_SUFFIX))]
+        return Listing.read(self.path, previous, items)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -147,7 +169,7 @@ class ShardedLayout:
 
     def _encode(
         self,
-        job: SaveJob,
+        job: RewriteJob,
         contents: Sequence[ShardedContents],
         step: int | None,
         metadata: Mapping[str, Any],
@@ -179,7 +201,7 @@ class ShardedLayout:
                     return candidate
         return None
 
-    def _finish(self, previous: Manifest | None, fields: Mapping[str, Any]) -> Manifest:
+    def _finish(self, listing: Listing, fields: Mapping[str, Any]) -> Manifest:
         """Write the manifest of the complete checkpoint, and add earlier rounding to those of its directories."""
         modes: list[str] = []
         entries: dict[str, FileEntry] = {}
@@ -189,7 +211,7 @@ class ShardedLayout:
             states = {key: value for key, value in manifest.metadata.items() if key == STATES_KEY}
             fields = {**fields, "metadata": {**fields["metadata"], **states}}
             new_fields = dict(fields) if directory == self.path else {}
-            if rounding := self._rounded_before(directory, previous):
+            if rounding := self._rounded_before(directory, listing.previous):
                 items = [name for name, entry in manifest.files.items() if entry.report.get("tensors")]
                 new_fields["rounded_before"] = dict.fromkeys(items, rounding)
             if new_fields:
@@ -202,7 +224,7 @@ class ShardedLayout:
             entries |= {f"{prefix}/{name}": entry for name, entry in manifest.files.items()}
             roundings |= {f"{prefix}/{name}": value for name, value in manifest.rounded_before.items()}
         complete = Manifest(entries, lossiest(modes), rounded_before=roundings, **fields)
-        return write_complete_manifest(self.path, None, complete)
+        return listing.write_manifest(complete, carries_rounding=False)
 
     def _rounded_before(self, directory: Path, previous: Manifest | None) -> dict[str, float]:
         """Return by role the largest rounding that files of a directory had before they were last encoded."""
@@ -222,10 +244,7 @@ def _rank_tasks(
     `names` are all names in the checkpoint: a rule for weights fits nothing in a directory of the optimizer alone.
     """
     items: list[list[WriteItem]] = [[] for _ in range(size)]
-    owners: dict[str, int] = {}
-    for number, name in enumerate(contents.files):
-        match = _WRITTEN_BY.match(name)
-        owners[name] = (int(match[1]) if match else number) % size
+    owners = _owners(contents, size)
     for name, entry in contents.metadata.state_dict_metadata.items():
         for item in _items(name, entry):
             items[owners[contents.places[item.index].file]].append(item)
@@ -233,6 +252,19 @@ def _rank_tasks(
     plans = writer.prepare_global_plan([SavePlan(rank_items, planner_data=keys) for rank_items in items], names)
     places = [{item.index: contents.places[item.index] for item in plan.items} for plan in plans]
     return [partial(_write_items_of_rank, contents.directory, *task) for task in zip(plans, places, strict=True)]
+
+
+def _owners(contents: ShardedContents, size: int) -> dict[str, int]:
+    """Return for each file the rank that wrote it, or another one if there are fewer ranks now."""
+    matches = [_WRITTEN_BY.match(name) for name in contents.files]
+    ranks = (int(match[1]) if match else number for number, match in enumerate(matches))
+    return {name: rank % size for name, rank in zip(contents.files, ranks, strict=True)}
+
+
+def _read_items(directory: Path, places: Sequence[Place]) -> None:
+    """Read items, and check their checksums; CorruptFileError: one is damaged."""
+    for place in places:
+        read_place(directory, place)
 
 
 def _write_items_of_rank(directory: Path, plan: SavePlan, places: Mapping[MetadataIndex, Place]) -> list[WriteResult]:

@@ -27,15 +27,16 @@ from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, total_rounding
 from hf_trainweights.checkpoint.planning.optimizers import class_name
 from hf_trainweights.checkpoint.planning.policy import ModeName, Policy
 from hf_trainweights.checkpoint.planning.roles import optimizer_parameter_names
+from hf_trainweights.checkpoint.run.base import RunBase
 from hf_trainweights.checkpoint.run.checkpoints import (
     checkpoint_directories,
     converted_weights_problem,
     mark_run,
-    progress_problem,
     size_bytes,
     verify_checkpoint,
 )
-from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, RunBase, SaveJob, require_count
+from hf_trainweights.checkpoint.run.file_checks import progress_problem
+from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, RewriteJob, require_count
 from hf_trainweights.checkpoint.run.ranks import Ranks, all_ranks
 from hf_trainweights.checkpoint.whole.rewriting import replace_weights
 from hf_trainweights.errors import ConfigError, CorruptFileError
@@ -61,15 +62,15 @@ class Backlog:
             raise ConfigError("on_error", "warn or raise", repr(on_error), "Choose one of these.")
         self.speaks = True  # whether this rank logs; only one does
         self._on_error = on_error
-        self._waiting: list[SaveJob] = []
-        self._failed: dict[Path, SaveJob] = {}
+        self._waiting: list[RewriteJob] = []
+        self._failed: dict[Path, RewriteJob] = {}
         self._stayed: dict[Path, str] = {}
         self._outcomes: list[tuple[Path, Exception | str]] = []
         self._thread: threading.Thread | None = None
         self._sizes: list[tuple[int, int]] = []  # bytes of each compressed checkpoint, before and after
         self._largest_weight_error = 0.0
 
-    def add(self, job: SaveJob) -> None:
+    def add(self, job: RewriteJob) -> None:
         """Add a checkpoint, and again those that stayed plain; `make_small` skips those that were removed since."""
         self._failed.pop(job.path, None)
         self._waiting += [*self._failed.values(), job]
@@ -114,7 +115,7 @@ class Backlog:
             raise error
         self._stay(directory, message, str(error))
 
-    def make_small(self, job: SaveJob) -> str | None:
+    def make_small(self, job: RewriteJob) -> str | None:
         """Compress a checkpoint, a sharded one on all ranks, and count it; return why the disk is too full, or None.
 
         CorruptFileError: a file is damaged, and nothing has changed. Other TrainWeightsError: every file is intact.
@@ -323,12 +324,12 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             return
         is_best = Path(state.best_model_checkpoint or "").name == directory.name
         policy = Policy(self.policy.mode, self.policy.rules_of_exact_weights if is_best else self.policy.rules)
-        job = SaveJob(
+        job = RewriteJob(
             directory,
             policy,
             self.anchor_every,
             self._base.choice,
-            self._ranks,
+            ranks=self._ranks,
             keep_weights=bool(args.push_to_hub),
             buffers=_plain_names(module.named_buffers(remove_duplicate=False)),
             optimizer_names=names,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file
+from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.manifest import PLAIN_MODE, FileEntry, Manifest, add_rounding
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.planning.roles import find_buffers, is_optimizer_state, recorded_names
@@ -28,14 +28,13 @@ from hf_trainweights.checkpoint.run.checkpoints import (
     RESUMED_FROM,
     STATE_NAME,
     TRAINER_STATE_NAME,
-    anchor_problem,
     converted_weights_problem,
     entry_points,
     intact_manifest,
-    require_undamaged,
-    weights_problem,
 )
-from hf_trainweights.checkpoint.run.job import SaveJob, manifest_fields, rewriting, write_complete_manifest
+from hf_trainweights.checkpoint.run.file_checks import SMALL_BYTES, anchor_problem, weights_problem
+from hf_trainweights.checkpoint.run.in_place import Listing, rewriting
+from hf_trainweights.checkpoint.run.job import RewriteJob
 from hf_trainweights.checkpoint.run.weight_files import is_lossy, read_weights, restore_file, weight_files
 from hf_trainweights.checkpoint.run.weights import WEIGHTS_NAME, Weights
 from hf_trainweights.checkpoint.whole.plain_files import to_safetensors
@@ -52,9 +51,6 @@ _SHARDED_STATE = ("pytorch_model_fsdp_*", "optimizer_*[0-9]", "global_step*", "*
 # Files that accelerate's save_state writes beside weights, and a Trainer does not.
 _ACCELERATE_STATE = "random_states_*.pkl"
 _MODEL_CONFIGS = ("config.json", "adapter_config.json")
-
-# Smaller files are not encoded: RNG states, schedulers, scalers, training_args.bin.
-_MIN_OTHER_BYTES = 64 << 10
 
 # A key in a manifest's metadata: the weights file that replaced safetensors files of a model without training state.
 _WAS_SAFETENSORS = "was_safetensors"
@@ -88,12 +84,12 @@ class WholeLayout:
         shard_bytes = sum(file.stat().st_size for file in safetensors_files(self.path))  # they become one file
         return max([shard_bytes, *sizes])
 
-    def compress(self, job: SaveJob) -> Manifest:
+    def compress(self, job: RewriteJob) -> Manifest:
         """Compress the files; a second call with the same choices changes nothing."""
         with freeing_in_background(self.path):
             return self._compress(job)
 
-    def _compress(self, job: SaveJob) -> Manifest:
+    def _compress(self, job: RewriteJob) -> Manifest:
         path, inventory = self.path, Inventory(self.path)
         if not job.weights_only:
             inventory.require_training_state()
@@ -104,36 +100,41 @@ class WholeLayout:
             recorded["anchor"] = [str(job.base.path), job.base.keep]
         if previous and job.is_done(previous, recorded):
             return previous
-        require_undamaged(path, previous.files if previous else ())
+        listing = Listing.read(path, previous)
         optimizer = OptimizerFile(path, job.policy, job.optimizer_names, job.class_after(previous))
-        weights = _weights_to_store(job, inventory, previous, optimizer)
+        weights = _weights_to_store(job, inventory, listing, optimizer)
         with rewriting(path):
             entries, fields = _compress_weights(job, inventory, previous, weights)
-            entries |= _compress_others(job, inventory, optimizer, done=entries)
+            entries |= _compress_others(job, inventory, listing, optimizer, done=entries)
             if optimizer.name in entries:
                 recorded |= recorded_states(job, optimizer.class_name, entries[optimizer.name])
-            fields |= manifest_fields(path, previous, job.metrics, recorded)
+            fields |= listing.manifest_fields(job.metrics, recorded)
             had_safetensors = any(file.suffix == ".safetensors" for file in inventory.weight_files)
             if job.weights_only and weights is not None and had_safetensors:
                 fields["metadata"][_WAS_SAFETENSORS] = weights.file_name
-            return write_complete_manifest(path, previous, Manifest(entries, job.policy.mode, **fields))
+            return listing.write_manifest(Manifest(entries, job.policy.mode, **fields))
 
     def restore(self) -> Manifest:
         """Replace the files by plain ones that torch.load reads without this package."""
         path, inventory = self.path, Inventory(self.path)
         previous = intact_manifest(path)
-        require_undamaged(path, previous.files if previous else ())
-        roundings = dict(previous.rounded_before) if previous else {}
+        listing = Listing.read(path, previous)
+        roundings, entries = dict(previous.rounded_before) if previous else {}, {}
         with rewriting(path):
-            for file in filter(is_torch_file, sorted([*inventory.weight_files, *inventory.other_files])):
-                if is_encoded(file) and (rounding := restore_file(file)):
+            for file in sorted([*inventory.weight_files, *inventory.other_files]):
+                if (structure := listing.structure(file)) is None:
+                    continue
+                entries[file.name], rounding = restore_file(file, structure)
+                if rounding:
                     roundings[file.name] = add_rounding(roundings.get(file.name, {}), rounding)
-            fields = manifest_fields(path, previous)
+            fields = listing.manifest_fields()
             weights_name = fields["metadata"].pop(_WAS_SAFETENSORS, None)
             if weights_name in (WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME) and (path / weights_name).is_file():
                 name = to_safetensors(path / weights_name)
                 roundings |= {name: roundings.pop(weights_name)} if weights_name in roundings else {}
-            return write_complete_manifest(path, None, Manifest({}, PLAIN_MODE, rounded_before=roundings, **fields))
+                entries.pop(weights_name, None)
+            manifest = Manifest(entries, PLAIN_MODE, rounded_before=roundings, **fields)
+            return listing.write_manifest(manifest, carries_rounding=False)
 
 
 class Inventory:
@@ -204,7 +205,7 @@ class OptimizerFile:
 
 
 def _weights_to_store(
-    job: SaveJob, inventory: Inventory, previous: Manifest | None, optimizer: OptimizerFile
+    job: RewriteJob, inventory: Inventory, listing: Listing, optimizer: OptimizerFile
 ) -> Weights | None:
     """Read the weights to encode; None if there are none, or if they stay, because encoding them again would lose more.
 
@@ -221,14 +222,14 @@ def _weights_to_store(
     if twin.exists() and not is_adapter:
         files.insert(0, twin)
     # The newest plain file is used if there is one, because encoded files are made from plain ones.
-    plain_files = [file for file in files if not (is_torch_file(file) and is_encoded(file))]
+    plain_files = [file for file in files if listing.structure(file) is None]
     source = newest(plain_files or files, read_weights)
-    if is_lossy(source):
+    if is_lossy(listing.structure(source)):
         return None
     file_name = ADAPTER_WEIGHTS_NAME if is_adapter else WEIGHTS_NAME
     state = {job.renamed.get(name, name): tensor for name, tensor in read_weights(source).items()}
     job.policy.require_used([*map(str, state), *optimizer.names.values()])
-    buffers = _recorded_buffers(path, previous, file_name) if job.buffers is None else job.buffers
+    buffers = _recorded_buffers(path, listing.previous, file_name) if job.buffers is None else job.buffers
     buffers = find_buffers(state, optimizer.state) if buffers is None else buffers
     return Weights(state, buffers, optimizer.state, optimizer.names, optimizer.class_name, file_name)
 
@@ -285,7 +286,7 @@ def _recorded_buffers(path: Path, previous: Manifest | None, file_name: str) -> 
 
 
 def _compress_weights(
-    job: SaveJob, inventory: Inventory, previous: Manifest | None, weights: Weights | None
+    job: RewriteJob, inventory: Inventory, previous: Manifest | None, weights: Weights | None
 ) -> tuple[dict[str, FileEntry], dict[str, Any]]:
     """Replace the weight files by encoded ones; return the entries of the new files and fields of the manifest."""
     if weights is None:
@@ -300,14 +301,14 @@ def _compress_weights(
 
 
 def _compress_others(
-    job: SaveJob, inventory: Inventory, optimizer: OptimizerFile, done: Collection[str]
+    job: RewriteJob, inventory: Inventory, listing: Listing, optimizer: OptimizerFile, done: Collection[str]
 ) -> dict[str, FileEntry]:
     """Encode the files that hold no weights, except small ones and those that were rounded already."""
     entries = {}
     for file in inventory.other_files:
         is_optimizer = file.name in OPTIMIZER_NAMES
-        is_worth_it = is_optimizer or file.stat().st_size >= _MIN_OTHER_BYTES
-        if file.name in done or not is_worth_it or is_lossy(file):
+        is_worth_it = is_optimizer or file.stat().st_size >= SMALL_BYTES
+        if file.name in done or not is_worth_it or is_lossy(listing.structure(file)):
             continue
         problem = None
         tree = optimizer.tree if is_optimizer else load_if_possible(file)

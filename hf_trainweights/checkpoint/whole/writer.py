@@ -23,9 +23,7 @@ from hf_trainweights.checkpoint.encoded.structure import anchor_file_name
 from hf_trainweights.checkpoint.manifest import FileEntry, Manifest, read_manifest, write_manifest
 from hf_trainweights.checkpoint.planning.optimizers import STATES_KEY, states_entry
 from hf_trainweights.checkpoint.planning.policy import LOSSY_MODES
-from hf_trainweights.checkpoint.run.anchors import (
-    AnchorRecord,
-)
+from hf_trainweights.checkpoint.run.anchors import AnchorRecord
 from hf_trainweights.checkpoint.run.checkpoints import (
     OPTIMIZER_NAME,
     checkpoint_directories,

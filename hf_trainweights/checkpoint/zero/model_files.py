@@ -1,9 +1,9 @@
-"""Writes the files that repeat the weights, in the dtype of training, as differences to the float32 weights of ranks.
+"""Writes the model files of a ZeRO checkpoint, which repeat the weights in the dtype of training, e.g. bfloat16.
 
-Such a weight is the float32 one, rounded. So nothing is stored of it but what differs. If a lossy mode has rounded the
-float32 weights, the repeated ones follow them: a resume takes the float32 weights, and whoever reads the others gets
-the same within the same bound. All other large tensors of a model file (buffers, frozen weights) become an anchor of
-their own, so that they take no space in later checkpoints.
+The float32 weights lie in the anchors of the ranks (rank_files.py). A weight of a model file is nearly always its
+float32 weight, rounded to bfloat16, so the file stores the difference to that, which takes next to no space. If a lossy
+mode has rounded the float32 weights, this file gets the rounded ones too: both then describe the same model. Buffers
+and frozen weights have no float32 weight. They become an anchor of their own, to which later checkpoints refer.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from hf_trainweights.checkpoint.encoded.structure import anchor_file_name
 from hf_trainweights.checkpoint.encoded.tree import KeyPath
 from hf_trainweights.checkpoint.manifest import FileEntry
 from hf_trainweights.checkpoint.planning.policy import SIZE_FLOOR
-from hf_trainweights.checkpoint.run.checkpoints import file_problem
-from hf_trainweights.checkpoint.run.job import SaveJob
+from hf_trainweights.checkpoint.run.job import RewriteJob
 from hf_trainweights.checkpoint.run.weights import Weights, WeightsAnchor, encoded_entry
 from hf_trainweights.checkpoint.zero.files import load_states
 from hf_trainweights.checkpoint.zero.partitions import Piece, parsed_piece
@@ -52,18 +51,14 @@ class ModelOrder:
     candidate: WeightsAnchor | None = None
 
 
-def rewrite_models(job: SaveJob, orders: Sequence[ModelOrder]) -> list[Rewritten]:
-    """Rewrite model files in the directory of a tag; CorruptFileError: a file is damaged, and it has not changed."""
+def rewrite_models(job: RewriteJob, orders: Sequence[ModelOrder]) -> list[Rewritten]:
+    """Rewrite model files in the directory of a tag; a rank does that for some of them."""
     return [_rewrite(job, order) for order in orders]
 
 
-def _rewrite(job: SaveJob, order: ModelOrder) -> Rewritten:
-    file = job.path / order.name
-    if problem := file_problem(file):
-        next_step = "Nothing in this file was changed. Use another checkpoint, or restore the file from a copy."
-        raise CorruptFileError(str(file), "a whole file", problem, next_step)
+def _rewrite(job: RewriteJob, order: ModelOrder) -> Rewritten:
     try:
-        tree = load_states(file)
+        tree = load_states(job.path / order.name)
     except CorruptFileError as error:
         return Rewritten(order.name, problem=str(error))
     if not isinstance(tree, dict):
@@ -88,7 +83,10 @@ def _rewrite(job: SaveJob, order: ModelOrder) -> Rewritten:
 def repeat(
     tree: Mapping[Any, Any], repeated: RepeatedWeights
 ) -> tuple[dict[Any, Any], dict[KeyPath, TensorPlan], dict[str, Tensor]]:
-    """Return the content of a model file with joined weights, its plan, and its other large tensors by name."""
+    """Replace each weight of a model file by pieces that refer to float32 weights.
+
+    Return the new content, its plan, and by name the large tensors that no rank has in float32.
+    """
     new, plan, others = dict(tree), {}, Others()
     for part in _PARTS:
         tensors = tree.get(part)

@@ -17,15 +17,15 @@ import torch
 from hf_trainweights.checkpoint.codecs.exact import PlanesDelta
 from hf_trainweights.checkpoint.encoded.decoder import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import encode_file
-from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_report, read_structure
+from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_report, read_structure, report_of
 from hf_trainweights.checkpoint.encoded.storage_tasks import Plan, TensorPlan
 from hf_trainweights.checkpoint.encoded.structure import anchor_file_name
 from hf_trainweights.checkpoint.encoded.tree import Key, KeyPath
 from hf_trainweights.checkpoint.manifest import FileEntry
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.planning.update_rules import OPTIMIZER_ROLES
-from hf_trainweights.checkpoint.run.checkpoints import file_problem
-from hf_trainweights.checkpoint.run.job import SaveJob
+from hf_trainweights.checkpoint.run.file_checks import file_problem
+from hf_trainweights.checkpoint.run.job import RewriteJob
 from hf_trainweights.checkpoint.run.weight_files import is_lossy
 from hf_trainweights.checkpoint.run.weights import Weights, WeightsAnchor, encode_weights, encoded_entry
 from hf_trainweights.checkpoint.zero.files import load_states
@@ -51,7 +51,8 @@ class RankOrder:
 class Rewritten:
     """The entries of files that were written, by name, and what the next checkpoint needs: the anchor's record.
 
-    `anchor` is the digest of the file with the weights of `name`; None if the file was left as it is. The entry of
+    `anchor` is the digest of the file with the weights of `name`; None if the file was left plain. `is_kept` is true if
+    an earlier call has encoded the file with a loss, and this one left it as it is. The entry of
     `name` reports how these weights were stored, and the entry of the anchor reports nothing.
     """
 
@@ -60,6 +61,7 @@ class Rewritten:
     record: Mapping[str, Any] | None = None
     anchor: str | None = None
     problem: str | None = None
+    is_kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,19 +86,24 @@ class SlicedWeights(Weights):
         return plan
 
 
-def rewrite_states(job: SaveJob, orders: Sequence[RankOrder], interval_steps: int | None) -> list[Rewritten]:
-    """Rewrite files of optimizer states in the directory of a tag; a rank does that for the files it has written.
+def require_whole_files(directory: Path, names: Sequence[str]) -> None:
+    """Check files in the directory of a tag; a rank does that for the files it has written, before any is rewritten.
 
-    CorruptFileError: a file is damaged, and it has not changed.
+    CorruptFileError: a file is damaged.
     """
+    for name in names:
+        if problem := file_problem(directory / name):
+            next_step = "No file was changed. Use another checkpoint, or restore the file from a copy."
+            raise CorruptFileError(str(directory / name), "a whole file", problem, next_step)
+
+
+def rewrite_states(job: RewriteJob, orders: Sequence[RankOrder], interval_steps: int | None) -> list[Rewritten]:
+    """Rewrite files of optimizer states in the directory of a tag; a rank does that for the files it has written."""
     return [_rewrite(job, order, interval_steps) for order in orders]
 
 
-def _rewrite(job: SaveJob, order: RankOrder, interval_steps: int | None) -> Rewritten:
+def _rewrite(job: RewriteJob, order: RankOrder, interval_steps: int | None) -> Rewritten:
     file = job.path / order.name
-    if problem := file_problem(file):
-        next_step = "Nothing in this file was changed. Use another checkpoint, or restore the file from a copy."
-        raise CorruptFileError(str(file), "a whole file", problem, next_step)
     if is_encoded(file) and (kept := _rounded_before(file)):  # encoding it again would hide its error
         return kept
     try:
@@ -131,7 +138,7 @@ def _rewrite(job: SaveJob, order: RankOrder, interval_steps: int | None) -> Rewr
 
 
 def write_anchor(
-    job: SaveJob, weights: Weights, candidate: WeightsAnchor | None
+    job: RewriteJob, weights: Weights, candidate: WeightsAnchor | None
 ) -> tuple[Anchor, dict[str, FileEntry], Mapping[str, Any] | None]:
     """Write weights to a file that is named by its digest; return it, entries of it and its links, and its record."""
     aside = temporary_path(job.directory)
@@ -174,17 +181,18 @@ def _stored(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rounded_before(file: Path) -> Rewritten | None:
     """Return the entries of a file that an earlier call has encoded with a loss, and of its anchor; None if exact."""
-    sha256 = read_structure(file).get("anchor", {}).get("sha256")
+    structure = read_structure(file)
+    sha256 = structure.get("anchor", {}).get("sha256")
     anchor = file.with_name(anchor_file_name(sha256)) if sha256 else None
     weights = read_report(anchor) if anchor and anchor.is_file() else {"tensors": []}
-    if anchor is None or not (is_lossy(file) or any(row["bound"] is not None for row in weights["tensors"])):
+    if anchor is None or not (is_lossy(structure) or any(row["bound"] is not None for row in weights["tensors"])):
         return None
-    report = read_report(file)
+    report = report_of(structure)
     names = {row["path"]: row for row in weights["tensors"]}
-    stored = {entry.get("anchor") for entry in read_structure(file)["storages"]}
+    stored = {entry.get("anchor") for entry in structure["storages"]}
     others = [
         row for row in report["tensors"] if row["role"] in OPTIMIZER_ROLES and row["codec"] != PlanesDelta.codec_id
     ]
     rows = [*others, *(row for name, row in names.items() if name in stored)]
     entry = FileEntry(file.stat().st_size, file_sha256(file), {**report, "tensors": rows})
-    return Rewritten(file.name, {file.name: entry}, None, sha256)
+    return Rewritten(file.name, {file.name: entry}, None, sha256, is_kept=True)

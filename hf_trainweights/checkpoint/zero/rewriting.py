@@ -18,8 +18,8 @@ from typing import Any
 from hf_trainweights.checkpoint.encoded.decoder import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import encode_file
 from hf_trainweights.checkpoint.encoded.objects import are_importable
-from hf_trainweights.checkpoint.encoded.reader import is_encoded
-from hf_trainweights.checkpoint.encoded.structure import anchor_file_name
+from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_structure
+from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, anchor_file_name
 from hf_trainweights.checkpoint.manifest import (
     MANIFEST_NAME,
     PLAIN_MODE,
@@ -33,22 +33,16 @@ from hf_trainweights.checkpoint.planning.optimizers import STATES_KEY, states_en
 from hf_trainweights.checkpoint.planning.policy import LOSSY_MODES
 from hf_trainweights.checkpoint.planning.update_rules import OPTIMIZER_ROLES
 from hf_trainweights.checkpoint.run.anchors import AnchorRecord, unused_anchors
-from hf_trainweights.checkpoint.run.checkpoints import (
-    anchor_problem,
-    entry_points,
-    file_problem,
-    intact_manifest,
-    list_files,
-    require_undamaged,
-    weights_problem,
-)
-from hf_trainweights.checkpoint.run.job import SaveJob, manifest_fields, rewriting, write_complete_manifest
+from hf_trainweights.checkpoint.run.checkpoints import entry_points, intact_manifest
+from hf_trainweights.checkpoint.run.file_checks import anchor_problem, file_problem, weights_problem
+from hf_trainweights.checkpoint.run.in_place import Listing, rewriting
+from hf_trainweights.checkpoint.run.job import RewriteJob
 from hf_trainweights.checkpoint.run.ranks import Ranks
 from hf_trainweights.checkpoint.run.weight_files import read_weights, restore_file, weight_files
 from hf_trainweights.checkpoint.run.weights import WEIGHTS_NAME, WeightsAnchor, encoded_entry
 from hf_trainweights.checkpoint.zero.files import TagFiles, tag_directories
 from hf_trainweights.checkpoint.zero.model_files import ModelOrder, RepeatedWeights, repeat, rewrite_models
-from hf_trainweights.checkpoint.zero.rank_files import RankOrder, Rewritten, rewrite_states
+from hf_trainweights.checkpoint.zero.rank_files import RankOrder, Rewritten, require_whole_files, rewrite_states
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
 from hf_trainweights.files.atomic import remove_files
 from hf_trainweights.files.disk import lock_directory
@@ -86,7 +80,7 @@ class ZeroLayout:
         """Return the free bytes that rewriting takes: each rank writes new files beside the old ones."""
         return sum((tag / name).stat().st_size for tag in self._tags for name in TagFiles(tag).states)
 
-    def compress(self, job: SaveJob) -> Manifest:
+    def compress(self, job: RewriteJob) -> Manifest:
         """Compress the files; those that were rounded before stay as they are.
 
         The coordinator calls this within `Ranks.decide`, and each rank encodes the files that it wrote.
@@ -97,15 +91,18 @@ class ZeroLayout:
         previous = intact_manifest(self.path)
         if previous and job.is_done(previous, recorded):
             return previous
-        self._require_whole(previous)
+        listing = self._listing(previous)
+        for tag in self._tags:
+            names, size = TagFiles(tag).names, job.ranks.size
+            job.ranks.share([partial(require_whole_files, tag, names[rank::size]) for rank in range(size)])
         with self._locked():
-            fields = manifest_fields(self.path, previous, job.metrics, recorded)
+            fields = listing.manifest_fields(job.metrics, recorded)
             fields["step"] = fields.get("step") or TagFiles(self._tags[0]).step
             job = replace(job, optimizer_class=job.class_after(previous))
-            entries, records = self._encode(job, fields["step"])
+            entries, records, kept_names = self._encode(job, fields["step"])
             fields["metadata"] |= {STATES_KEY: _states(job, entries.values())}
             manifest = Manifest(entries, job.policy.mode, sharded={_ANCHORS: records}, **fields)
-            return self._finish(previous, manifest)
+            return self._finish(listing, manifest, kept=kept_names)
 
     def restore(self) -> Manifest:
         """Replace the files by plain ones that DeepSpeed reads without this package; each is whole, encoded or plain.
@@ -113,36 +110,38 @@ class ZeroLayout:
         UnsupportedError: DeepSpeed is not installed, so its objects cannot be written.
         """
         previous = intact_manifest(self.path)
-        self._require_whole(previous)
+        listing = self._listing(previous)
         states = (tag / name for tag in self._tags for name in TagFiles(tag).states)
         if any(map(is_encoded, states)) and not are_importable():
             found, next_step = "none, and its files hold some of its objects", "Install it: pip install deepspeed."
             raise UnsupportedError(str(self.path), "DeepSpeed", found, next_step)
-        roundings = dict(previous.rounded_before) if previous else {}
+        roundings, entries = dict(previous.rounded_before) if previous else {}, {}
         with self._locked():
             files = [*weight_files(self.path), *(tag / name for tag in self._tags for name in TagFiles(tag).names)]
             for file in filter(is_encoded, files):
                 name = file.relative_to(self.path).as_posix()
-                rounding = restore_file(file)
+                entries[name], rounding = restore_file(file, read_structure(file))
                 if previous and name in previous.files:  # it also reports the rounding of weights in the anchor
                     rounding = reported_rounding(previous.files[name].report)
                 if rounding:
                     roundings[name] = add_rounding(roundings.get(name, {}), rounding)
-            fields = manifest_fields(self.path, previous)
-            return self._finish(None, Manifest({}, PLAIN_MODE, rounded_before=roundings, **fields))
+            manifest = Manifest(entries, PLAIN_MODE, rounded_before=roundings, **listing.manifest_fields())
+            return self._finish(listing, manifest, carries_rounding=False)
 
     def _require_one_tag(self) -> None:
         if len(self._tags) > 1:
             next_step = f"Pass one of them, e.g. {self._tags[-1]}."
             raise ConfigError(str(self.path), "one checkpoint", f"{len(self._tags)} of DeepSpeed", next_step)
 
-    def _require_whole(self, previous: Manifest | None) -> None:
-        """Check that all ranks' files are there, and that files beside them are undamaged; ranks check their own."""
+    def _listing(self, previous: Manifest | None) -> Listing:
+        """Check that all ranks' files are there, and list the undamaged files beside them; ranks check their own."""
         if problem := self.missing_problem():
             next_step = "Use another checkpoint, or restore the file from a copy."
             raise CorruptFileError(str(self.path), "the files of all ranks", problem, next_step)
-        checked_later = {name for name in list_files(self.path) if (self.path / name).parent in self._tags}
-        require_undamaged(self.path, {*checked_later, *(previous.files if previous else ())})
+        files = [tag / name for tag in self._tags for name in TagFiles(tag).names]
+        files += [anchor for tag in self._tags for anchor in tag.glob(f"*{ANCHOR_SUFFIX}")]
+        checked_later = {file.relative_to(self.path).as_posix() for file in files}
+        return Listing.read(self.path, previous, checked_later)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -154,8 +153,8 @@ class ZeroLayout:
                     remove_abandoned(tag)
             yield
 
-    def _encode(self, job: SaveJob, step: int | None) -> tuple[dict[str, FileEntry], dict[str, Any]]:
-        """Encode all files; return their entries, and the records of anchors, by name in the checkpoint."""
+    def _encode(self, job: RewriteJob, step: int | None) -> tuple[dict[str, FileEntry], dict[str, Any], set[str]]:
+        """Encode all files; return their entries and the records of anchors by name, and the names of kept files."""
         (tag,) = self._tags
         files, earlier = TagFiles(tag), _earlier(self.path, tag, step)
         tag_job = replace(job, path=tag, ranks=Ranks())
@@ -187,9 +186,10 @@ class ZeroLayout:
         prefix = "" if tag == self.path else f"{tag.name}/"
         entries = {f"{prefix}{name}": entry for result in [*states, *models] for name, entry in result.entries.items()}
         records = {result.name: dict(result.record) for result in [*states, *models] if result.record}
-        return entries | self._encode_weights(job, [*states, *models]), records
+        kept_names = {f"{prefix}{result.name}" for result in states if result.is_kept}
+        return entries | self._encode_weights(job, [*states, *models]), records, kept_names
 
-    def _encode_weights(self, job: SaveJob, results: Sequence[Rewritten]) -> dict[str, FileEntry]:
+    def _encode_weights(self, job: RewriteJob, results: Sequence[Rewritten]) -> dict[str, FileEntry]:
         """Replace the model's own files, which a Trainer writes beside the tag, by one that refers to all anchors."""
         (tag,), old_files = self._tags, weight_files(self.path)
         anchors = [Anchor(tag / anchor_file_name(x.anchor), sha256=x.anchor) for x in results if x.anchor]
@@ -206,11 +206,11 @@ class ZeroLayout:
         remove_files(file for file in old_files if file.name != WEIGHTS_NAME)
         return {WEIGHTS_NAME: encoded_entry(target, written)}
 
-    def _finish(self, previous: Manifest | None, manifest: Manifest) -> Manifest:
+    def _finish(self, listing: Listing, manifest: Manifest, **options: Any) -> Manifest:
         for tag in self._tags:
             if tag != self.path:
                 remove_files(unused_anchors(tag))
-        return write_complete_manifest(self.path, previous, manifest)
+        return listing.write_manifest(manifest, **options)
 
 
 def _bounds(results: Sequence[Rewritten]) -> dict[str, float]:
@@ -220,7 +220,7 @@ def _bounds(results: Sequence[Rewritten]) -> dict[str, float]:
     return {row["name"]: row["bound"] for row in rows if row["bound"] is not None}
 
 
-def _states(job: SaveJob, entries: Any) -> dict[str, Any]:
+def _states(job: RewriteJob, entries: Any) -> dict[str, Any]:
     """Return the manifest's metadata about the optimizer states in these files."""
     rows = [row for entry in entries for row in entry.report.get("tensors", ()) if row["role"] in OPTIMIZER_ROLES]
     return states_entry(job.optimizer_class, rows, is_lossy=job.policy.mode in LOSSY_MODES)

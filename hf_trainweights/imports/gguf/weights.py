@@ -1,4 +1,10 @@
-"""Weights from the tensors of a GGUF file, a few rows at a time: quantized ones of blocks, and float ones."""
+"""Weights of a model from the tensors of a GGUF file, a few rows at a time.
+
+A slot is a parameter of the model. Several tensors of a file may fill one slot, such as q, k and v of a joined
+projection: the place of each says which rows of the slot it holds (places.py). A file stores rows as blocks of one
+kind, such as Q4_K, and `Blocks` is a way to decode a kind to the stored tensors of a format (blocks.py). If one format
+serves all places of a slot, the weight is quantized; otherwise it is float.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +30,10 @@ _GLOBAL_SCALE = "global_scale"
 
 
 def common_format(name: str, slot: Slot, places: Sequence[Place]) -> Format | None:
-    """Return the format for all parts of a weight, or None if it is float, or of a shape that codes cannot have.
+    """Return the first format to which the blocks of all places of a slot can be decoded.
 
-    UnsupportedError: no format holds the parts of the weight alike.
+    None if the slot takes no codes, a place has floats, or the format cannot hold the slot's shape. UnsupportedError:
+    the places have kinds that no one format serves.
     """
     formats = [[way.format for way in _ways(place)] for place in places]
     if not slot.takes_codes or not formats or not all(formats):
@@ -39,7 +46,7 @@ def common_format(name: str, slot: Slot, places: Sequence[Place]) -> Format | No
 
 
 def quantized_weight(name: str, slot: Slot, places: Sequence[Place], form: Format, spill: Spill) -> QuantizedTensor:
-    """Return the weight in its `common_format` that blocks stand for.
+    """Decode the blocks of all places of a slot to one quantized weight in their `common_format`.
 
     UnsupportedError: its parts have different tensors that all rows share. CorruptFileError: a scale is not finite.
     """

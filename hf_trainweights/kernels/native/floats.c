@@ -53,15 +53,15 @@ static Block block_at(const Product *p, const Tokens *tokens, int thread) {
     return block;
 }
 
-// Return up to how many rows of x the products of bytes/ and words/ take less time: docs/performance.md, "Thresholds".
+// Return up to how many rows of x the products of bytes/ and words/ take less time.
 static int64_t most_rows_of_others(const Weight *w) {
     if (w->family) return FEW_ROWS;
 #ifdef __AVXVNNI__
     if (w->bits && !w->code_units) return INT64_MAX;
 #endif
     int is_one = w->dtype != FLOAT32 || w->digits == 1;  // whether one number of 16 bits holds an activation
-    if (w->bits == 4 && !w->code_units) return is_one ? 12 : 6;
-    return is_one && w->bits ? 48 : 10;
+    if (w->bits == 4 && !w->code_units) return is_one ? ROWS_OF_INT4 : ROWS_OF_INT4_IN_FLOAT32;
+    return is_one && w->bits ? ROWS_OF_INTEGERS : ROWS_OF_INTEGERS_IN_FLOAT32;
 }
 
 int takes_panels(const Product *p) { return p->M > most_rows_of_others(&p->weight); }

@@ -7,6 +7,7 @@
 // bytes/ multiplies codes with digits, words/ with numbers of 16 bits, and tiles/ many tokens with AVX-512 or AMX.
 #pragma once
 #include <stdint.h>
+#include "thresholds.h"
 
 // The version of `Weight` and of the functions in interface.c and attention.c. Python uses a library of its own version
 // only, so change both numbers when one of these changes.
@@ -64,8 +65,6 @@ typedef struct {
 
 // The alignment of scratch memory, in bytes.
 #define ALIGNMENT 64
-// The sums of so many tokens stay in registers while a row of the weight is read.
-#define FEW_ROWS 4
 // A smaller top counts as this one, or the unit of the last digit would be a subnormal number.
 #define SMALLEST_TOP 0x1p-103f
 

@@ -16,11 +16,8 @@
 #include "avx2.h"
 #endif
 
-// Codes are fetched into a cache so many bytes before they are read. The CPU's own prefetching stops at the end of a
-// page of 4 KB, which a row or two of codes fill: docs/performance.md, "Thresholds".
-#define FETCHED_BYTES 4096
-
-// Fetch the codes FETCHED_BYTES behind these into the second-level cache. The first-level cache waits for few lines at a
+// Fetch the codes FETCHED_BYTES behind these into the second-level cache: the CPU's own prefetching stops at the end of
+// a page of 4 KB, which a row or two of codes fill. The first-level cache waits for few lines at a
 // time, and if they come from memory, a token took up to 1.7 times as long on AMD's Zen 4. An address behind the weight
 // does no harm.
 static inline __attribute__((always_inline)) void fetch_ahead(const uint8_t *codes) {

@@ -1,9 +1,12 @@
-"""Codes with error feedback: later columns make up for the rounding error of a column, as far as they can.
+"""GPTQ (Frantar et al., 2022, arXiv 2210.17323): columns of a weight are quantized one after the other.
 
-The method is GPTQ (Frantar et al., 2022, arXiv 2210.17323). Second moments of a layer's inputs tell how columns make up
-for each other. The scales of a group are chosen when its first column is reached. They minimize squared errors, each
-counted as far as later columns cannot make up for it. The moments also move the weight, so that its products with
-inputs that quantized layers changed come nearer to the products in the float model.
+The inputs of a layer are correlated, so a change of one column can cancel a part of another column's rounding error in
+the layer's products. After each column, the columns behind it are therefore changed by that part. The second moments of
+the inputs tell how much to change them. The scales of a group are chosen when its first column is reached, so that the
+squared errors that cannot be cancelled are least.
+
+The layers before this one are quantized as well, so it gets other inputs than in the float model. The moments of both
+inputs first move the weight to where its products come nearer to those of the float model.
 """
 
 from __future__ import annotations

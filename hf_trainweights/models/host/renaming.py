@@ -1,8 +1,10 @@
-"""Names of the stored tensors of quantized weights: how they pass Transformers' renamings and converters.
+"""Which parameter of a model each stored tensor of a quantized weight belongs to, although Transformers renames them.
 
-A renaming fits these names as it fits the names of float weights. A converter must not see stored tensors: it would
-join the codes of several weights, or transpose them. So a save renames stored tensors and converts only float tensors,
-and a load takes stored tensors out before any converter of the model sees them.
+A model's class may have renamings, which give the tensors of a checkpoint the names of its modules, and converters,
+which also join, split or transpose tensors. Both were written for float weights. A renaming of `q.weight` mostly fits
+`q.weight_scale` as well. A converter must not see stored tensors: it would join the codes of several weights. So a save
+renames stored tensors and converts only float tensors, and a load takes stored tensors out before any converter of the
+model sees them.
 """
 
 from __future__ import annotations

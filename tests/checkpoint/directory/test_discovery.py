@@ -9,7 +9,8 @@ from checkpoint.runs import cut, save
 
 from hf_trainweights.checkpoint import directory
 from hf_trainweights.checkpoint.directory import collect_garbage, compress_directory, find_checkpoints, latest
-from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, verify_checkpoint, weights_problem
+from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, verify_checkpoint
+from hf_trainweights.checkpoint.run.file_checks import weights_problem
 from hf_trainweights.checkpoint.whole import rewriting
 
 

@@ -10,7 +10,8 @@ from covering import by_default
 from hf_trainweights.checkpoint import directory as checkpoint_directory
 from hf_trainweights.checkpoint.directory import collect_garbage, remove_checkpoint
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.run.job import SaveJob, rewriting
+from hf_trainweights.checkpoint.run.in_place import rewriting
+from hf_trainweights.checkpoint.run.job import SaveJob
 from hf_trainweights.checkpoint.run.weights import Weights
 from hf_trainweights.checkpoint.whole import rewriting as whole_rewriting
 from hf_trainweights.checkpoint.whole.writer import save_new_directory

@@ -20,7 +20,7 @@ from hf_trainweights import TrainWeightsCheckpointCallback, latest
 from hf_trainweights.checkpoint import CheckpointManager, find_checkpoints
 from hf_trainweights.checkpoint.encoded import reader
 from hf_trainweights.checkpoint.manifest import read_manifest
-from hf_trainweights.checkpoint.run.job import BaseChoice, RunBase
+from hf_trainweights.checkpoint.run.base import BaseChoice, RunBase
 from hf_trainweights.errors import ConfigError, MissingAnchorError, UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Cannot enable progress bars:UserWarning")

@@ -14,7 +14,7 @@ from hf_trainweights.checkpoint.manifest import (
     MANIFEST_NAME,
     read_manifest,
 )
-from hf_trainweights.checkpoint.run import checkpoints
+from hf_trainweights.checkpoint.run import file_checks
 from hf_trainweights.checkpoint.run.checkpoints import intact_manifest, verify_checkpoint
 from hf_trainweights.errors import CorruptFileError, MissingAnchorError
 
@@ -138,7 +138,7 @@ def test_a_plain_directory_needs_no_optimizer(tmp_path):
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_flipped_byte_in_a_plain_torch_file_is_seen_by_its_checksum(tmp_path, monkeypatch, workers):
-    monkeypatch.setattr(checkpoints, "worker_count", lambda _: workers)
+    monkeypatch.setattr(file_checks, "worker_count", lambda _: workers)
     path = save(tmp_path, 1, manifest=False) / "optimizer.pt"
     torch.save({"v": torch.ones(1000), "w": torch.zeros(1000), "x": torch.ones(1000)}, path)
     content = bytearray(path.read_bytes())

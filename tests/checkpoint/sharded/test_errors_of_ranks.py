@@ -21,7 +21,7 @@ from trees import ADAM_SETTINGS, fingerprint
 
 from hf_trainweights.checkpoint import latest, verify_checkpoint
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.run.job import SaveJob
+from hf_trainweights.checkpoint.run.job import RewriteJob
 from hf_trainweights.checkpoint.run.ranks import Ranks, all_ranks
 from hf_trainweights.checkpoint.trainer.callback import Backlog
 from hf_trainweights.distributed import latest_on_all_ranks
@@ -172,8 +172,8 @@ def state(step: int) -> dict[str, Any]:
     return {"model": {"w": torch.ones(64, 80) + 1e-3 * noise}, "optimizer": optimizer}
 
 
-def job_of(directory: Path, ranks: Ranks) -> SaveJob:
-    return SaveJob(directory, Policy("lossless"), 8, ranks=ranks)
+def job_of(directory: Path, ranks: Ranks) -> RewriteJob:
+    return RewriteJob(directory, Policy("lossless"), 8, ranks=ranks)
 
 
 def compress(directory: Path, ranks: Ranks) -> str | None:

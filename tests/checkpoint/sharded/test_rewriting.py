@@ -27,7 +27,7 @@ from hf_trainweights.checkpoint.encoded import reader
 from hf_trainweights.checkpoint.manifest import read_manifest, total_rounding
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.checkpoints import size_bytes
-from hf_trainweights.checkpoint.run.job import SaveJob
+from hf_trainweights.checkpoint.run.job import RewriteJob
 from hf_trainweights.checkpoint.run.ranks import Ranks
 from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError, UnsupportedError
 from hf_trainweights.files import disk
@@ -59,55 +59,6 @@ def run(tmp_path: Path) -> Path:
     save_as_trainer(sample_state(), tmp_path / "checkpoint-7", RANKS, step=7)
     save_as_trainer(moved(sample_state()), tmp_path / "checkpoint-8", RANKS, step=8)
     return tmp_path
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_run_becomes_small_and_every_checkpoint_stands_alone(run: Path, mode: str) -> None:
-    before = size_bytes(run / "checkpoint-8")
-    for step in (7, 8):
-        manifest = compress_directory(run / f"checkpoint-{step}", mode=mode)
-        assert manifest.step == step
-        assert verify_checkpoint(run / f"checkpoint-{step}").ok
-    assert size_bytes(run / "checkpoint-8") < before * (0.9 if mode == "lossless" else 0.5)
-    shutil.rmtree(run / "checkpoint-7")
-    assert latest(run) == str(run / "checkpoint-8")
-    loaded = load_stock_trainer(sample_state(), run / "checkpoint-8")
-    assert mode != "lossless" or fingerprint(loaded) == fingerprint(moved(sample_state()))
-    torch.testing.assert_close(loaded["model"], moved(sample_state())["model"], atol=1e-3, rtol=0)
-
-
-def test_a_moved_run_is_read_once_latest_has_seen_it(run: Path, tmp_path: Path) -> None:
-    for step in (7, 8):
-        compress_directory(run / f"checkpoint-{step}")
-    shutil.move(run / "checkpoint-8", tmp_path / "elsewhere" / "checkpoint-8")
-    shutil.rmtree(run / "checkpoint-7")
-    found = latest(tmp_path / "elsewhere")
-    assert found is not None
-    assert exact(moved(sample_state()), Path(found))
-
-
-@pytest.mark.parametrize("mode", by_default(("near-lossless",), ("lossless", "near-lossless")))
-def test_restoring_makes_plain_files_again_that_say_what_was_rounded(run: Path, mode: str) -> None:
-    compress_directory(run / "checkpoint-7", mode=mode)
-    small = load_stock_trainer(sample_state(), run / "checkpoint-7")
-    manifest = restore_directory(run / "checkpoint-7")
-    assert manifest.mode == "plain"
-    assert bool(manifest.rounded_before) == (mode != "lossless")
-    assert fingerprint(load_stock_trainer(sample_state(), run / "checkpoint-7")) == fingerprint(small)
-    again = compress_directory(run / "checkpoint-7")
-    assert bool(again.rounded_before) == (mode != "lossless")
-    assert verify_checkpoint(run / "checkpoint-7").ok
-
-
-def test_doing_it_again_changes_nothing_and_what_is_rounded_is_not_rounded_again(run: Path) -> None:
-    checkpoint = run / "checkpoint-7"
-    compress_directory(checkpoint, mode="compact")
-    files = {path: path.read_bytes() for path in checkpoint.rglob("*.distcp")}
-    compress_directory(checkpoint, mode="compact")
-    assert compress_directory(checkpoint, mode="near-lossless").mode == "compact"
-    assert {path: path.read_bytes() for path in checkpoint.rglob("*.distcp") if path.parent.name == "optimizer_0"} == {
-        path: content for path, content in files.items() if path.parent.name == "optimizer_0"
-    }
 
 
 def test_a_dcp_directory_by_itself_becomes_small_and_plain_again(tmp_path: Path) -> None:
@@ -307,7 +258,7 @@ def test_times_that_cannot_be_set_are_no_error(run: Path, monkeypatch: pytest.Mo
 
 def compress_together(path: Path, ranks: Ranks) -> list[str]:
     """Make a checkpoint small together with the other ranks; return the names of its files."""
-    job = SaveJob(path, Policy("lossless"), 8, ranks=ranks)
+    job = RewriteJob(path, Policy("lossless"), 8, ranks=ranks)
     return ranks.decide(lambda: sorted(layout_of(path).compress(job).files))
 
 

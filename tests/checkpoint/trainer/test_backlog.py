@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from hf_trainweights import TrainWeightsCheckpointCallback, latest
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.checkpoints import verify_checkpoint
-from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, SaveJob
+from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, RewriteJob
 from hf_trainweights.checkpoint.trainer import callback as callback_module
 from hf_trainweights.checkpoint.trainer.callback import Backlog
 from hf_trainweights.checkpoint.whole.rewriting import WholeLayout
@@ -38,7 +38,7 @@ def fail_for(monkeypatch: pytest.MonkeyPatch, error: Exception, *names: str, tim
     """Let the first calls for some checkpoints fail, and return the list of all calls that are made."""
     calls: list[str] = []
 
-    def compress(layout: WholeLayout, job: SaveJob) -> Any:
+    def compress(layout: WholeLayout, job: RewriteJob) -> Any:
         calls.append(job.path.name)
         if job.path.name in names and calls.count(job.path.name) <= times:
             raise error
@@ -48,8 +48,8 @@ def fail_for(monkeypatch: pytest.MonkeyPatch, error: Exception, *names: str, tim
     return calls
 
 
-def waiting(path: Path) -> SaveJob:
-    return SaveJob(path, Policy(), ANCHOR_EVERY_SAVES)
+def waiting(path: Path) -> RewriteJob:
+    return RewriteJob(path, Policy(), ANCHOR_EVERY_SAVES)
 
 
 TRANSIENT = OSError(5, "Input/output error")
@@ -162,7 +162,7 @@ def test_weights_that_cannot_be_replaced_are_said_and_their_checkpoint_passed_ov
 def test_an_error_that_ends_the_training_keeps_what_became_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: WholeLayout, job: SaveJob) -> Any:
+    def fail(_: WholeLayout, job: RewriteJob) -> Any:
         raise MemoryError("full") if job.path.name == "checkpoint-1" else TRANSIENT
 
     monkeypatch.setattr(WholeLayout, "compress", fail)

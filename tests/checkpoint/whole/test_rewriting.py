@@ -13,7 +13,7 @@ from trees import fingerprint, trained
 from hf_trainweights.checkpoint.directory import compress_directory, latest, restore_directory
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file
 from hf_trainweights.checkpoint.loop.training_state import build_checkpoint, save_checkpoint
-from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
 from hf_trainweights.checkpoint.run.checkpoints import size_bytes, verify_checkpoint
 from hf_trainweights.checkpoint.whole.rewriting import replace_weights
 from hf_trainweights.errors import ConfigError, CorruptFileError, MissingAnchorError, SaveError, UnsupportedError
@@ -112,15 +112,6 @@ def test_the_time_of_the_directory_stays(tmp_path):
     assert path.stat().st_mtime_ns == 10**18 + 1
     restore_directory(path)
     assert path.stat().st_mtime_ns == 10**18 + 1
-
-
-def test_compressing_twice_changes_nothing(tmp_path):
-    path = tmp_path / "checkpoint-500"
-    trainer_directory(path)
-    first = compress_directory(path, mode="near-lossless", metrics={"loss": 2.0})
-    status = {file.name: file.stat().st_ino for file in path.iterdir()}
-    assert compress_directory(path, mode="near-lossless") == first
-    assert {file.name: file.stat().st_ino for file in path.iterdir()} == status
 
 
 @pytest.mark.parametrize("mode", ["near-lossless", "compact"])
@@ -471,16 +462,6 @@ def test_a_rule_that_lacks_names_changes_nothing(tmp_path):
     assert {file.name: file.stat().st_ino for file in path.iterdir()} == before
 
 
-def test_what_was_encoded_with_a_loss_is_not_encoded_once_more(tmp_path):
-    path = tmp_path / "checkpoint-500"
-    trainer_directory(path)
-    near = compress_directory(path, mode="near-lossless")
-    before = (path / "optimizer.pt").read_bytes()
-    compact = compress_directory(path, mode="compact")
-    assert (path / "optimizer.pt").read_bytes() == before
-    assert compact.files["optimizer.pt"] == near.files["optimizer.pt"]
-
-
 def drifting_directory(path):
     """A checkpoint whose weights move far between two saves."""
     _, optimizer = trainer_directory(path)
@@ -580,32 +561,6 @@ def test_a_checkpoint_moved_without_its_anchor_is_refused_and_untouched(tmp_path
     with pytest.raises(CorruptFileError, match=r"\.anchor.*is missing"):
         restore_directory(path)
     assert names(path) == before
-
-
-def test_restored_files_can_be_made_small_again(tmp_path):
-    path = tmp_path / "checkpoint-500"
-    weights, _ = trainer_directory(path)
-    first = compress_directory(path)
-    restore_directory(path)
-    again = compress_directory(path)
-    assert again.files["optimizer.pt"] == first.files["optimizer.pt"]
-    assert all(torch.equal(load_file(path / "pytorch_model.bin")[name], weights[name]) for name in weights)
-
-
-def test_a_conversion_that_was_interrupted_is_taken_up_again(tmp_path):
-    path = tmp_path / "checkpoint-500"
-    _, optimizer = trainer_directory(path)
-    compress_directory(path, mode="near-lossless")
-    (path / MANIFEST_NAME).unlink()
-    before = (path / "optimizer.pt").read_bytes()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        manifest = compress_directory(path, mode="near-lossless")
-    assert (path / "optimizer.pt").read_bytes() == before
-    assert read_manifest(path) == manifest
-    assert verify_checkpoint(path).ok
-    assert load_file(path / "optimizer.pt")["param_groups"] == optimizer["param_groups"]
-    assert is_encoded(path / "pytorch_model.bin")
 
 
 def flip(path, needle):

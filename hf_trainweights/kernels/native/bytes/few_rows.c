@@ -16,13 +16,11 @@ typedef struct {
     Table table;            // of table4
 } Tokens;
 
-// So many bytes of digits no longer stay in the first-level cache, and two rows of the weight are multiplied side by
+// PAIRED_BYTES of digits no longer stay in the first-level cache, and two rows of the weight are multiplied side by
 // side, so that digits are read half as often. With fewer, one row at a time is faster: memory is read in one stream.
-#define PAIRED_BYTES (24 << 10)
 #define PAIR 2
-// Up to so many sums, each is computed in two halves: a product waits some cycles for the sum before it, in which the
+// Up to HALVED_SUMS sums are each computed in two halves: a product waits some cycles for the sum before it, in which the
 // other half can begin. With a weight in the caches, one token takes a fifth less time, and a third less with AVX-VNNI.
-#define HALVED_SUMS 4
 
 // The kinds of spans: a row with one scale, the groups within one step, a group of one or two steps, which the compiler
 // then knows, or of any number of steps.

@@ -9,8 +9,6 @@
 #define BLOCK_ROWS 32
 // The tokens of a unit, whose products are summed at a time: two tiles.
 #define UNIT_TOKENS 32
-// Bytes of a panel that vectors multiply. They take so long that a third-level cache is fast enough.
-#define HELD_BYTES_OF_VECTORS (1 << 23)
 // Tests make these small, so that small products have several panels.
 #ifndef HELD_BYTES
 // Bytes of a panel that tiles multiply: half of a second-level cache of 2 MB.

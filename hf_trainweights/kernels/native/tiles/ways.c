@@ -2,21 +2,16 @@
 #include "panel.h"
 
 // For more rows of x than these, one product of bfloat16 takes less time than the two products of an x of two digits,
-// each of which takes as long, in tiles and in vectors: docs/performance.md, "Tiles of AMX" and "Thresholds".
-#define DIGIT_ROWS_OF_INT4 16
+// each of which takes as long.
 #ifdef HAS_TILES
-#define DIGIT_ROWS_OF_GROUPS 64
-#define DIGIT_ROWS 127
-// Codes of 8 bits of a row with one scale are multiplied as bfloat16 up to so many columns.
-#define WIDENED_COLUMNS 768
+#define DIGIT_ROWS_OF_GROUPS DIGIT_ROWS_OF_GROUPS_IN_TILES
+#define DIGIT_ROWS DIGIT_ROWS_IN_TILES
+#define WIDENED_COLUMNS WIDENED_COLUMNS_IN_TILES
 #else
-#define DIGIT_ROWS_OF_GROUPS 48
-#define DIGIT_ROWS 48
+#define DIGIT_ROWS_OF_GROUPS DIGIT_ROWS_OF_GROUPS_IN_VECTORS
+#define DIGIT_ROWS DIGIT_ROWS_IN_VECTORS
 #define WIDENED_COLUMNS INT64_MAX
 #endif
-
-// Up to so many rows of x, products without panels take less time, with uint, and with float8 unless x is bfloat16.
-#define ROWS_WITHOUT_PANELS 8
 
 #ifdef HAS_TILES
 #define IS_GRANTED tiles_are_granted
