@@ -80,14 +80,14 @@ def _train_managed(mode: str, seed: int, directory: Path, stop: int) -> Found:
     rows, held_out = _data(seed)
     manager_mode = "lossless" if mode == NEIGHBOURS else mode
     meter, losses = _Meter(), {}
-    with contextlib.suppress(_DeathError):
-        with CheckpointManager(directory, mode=manager_mode, every_steps=SAVE_STEPS, keep_last=KEPT_SAVES) as manager:
-            steps = manager.steps(rows, model, optimizer, scheduler)
-            if mode == NEIGHBOURS and stop == STEPS:
-                steps = _moved(steps, model)
-            losses = _train(meter.around(steps), stop, model, optimizer, scheduler)
-            if stop < STEPS:
-                raise _DeathError
+    checkpoints = CheckpointManager(directory, mode=manager_mode, every_steps=SAVE_STEPS, keep_last=KEPT_SAVES)
+    with contextlib.suppress(_DeathError), checkpoints as manager:
+        steps = manager.steps(rows, model, optimizer, scheduler)
+        if mode == NEIGHBOURS and stop == STEPS:
+            steps = _moved(steps, model)
+        losses = _train(meter.around(steps), stop, model, optimizer, scheduler)
+        if stop < STEPS:
+            raise _DeathError
     return meter.found(losses, model, held_out)
 
 

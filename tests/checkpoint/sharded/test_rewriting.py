@@ -76,6 +76,23 @@ def test_a_run_becomes_small_and_every_checkpoint_stands_alone(run: Path, mode: 
     torch.testing.assert_close(loaded["model"], moved(sample_state())["model"], atol=1e-3, rtol=0)
 
 
+@pytest.mark.parametrize("optimizer", [None, "AdamW", "package.Other"])
+def test_weights_are_rounded_by_moments_in_the_directory_beside_them(tmp_path: Path, optimizer: str | None) -> None:
+    state = sample_state()
+    for values in state["optimizer"]["state"].values():
+        values["step"] = torch.tensor(1000.0)
+    save_as_trainer(state, tmp_path / "checkpoint-7", RANKS)
+    save_plain(state, tmp_path / "together", RANKS)
+    bounds = []
+    for path in (tmp_path / "checkpoint-7", tmp_path / "together"):
+        compress_directory(path, mode="compact", optimizer=optimizer)
+        manifest = read_manifest(path if path.name == "together" else path / "pytorch_model_fsdp_0")
+        rows = [row for entry in manifest.files.values() for row in entry.report.get("tensors", ())]
+        bounds.append({(row["path"], row.get("shard")): row["bound"] for row in rows if row["role"] == "weight"})
+    assert bounds[0].items() <= bounds[1].items()
+    assert any(bounds[0].values()) == (optimizer != "package.Other")
+
+
 def test_a_moved_run_is_read_once_latest_has_seen_it(run: Path, tmp_path: Path) -> None:
     for step in (7, 8):
         compress_directory(run / f"checkpoint-{step}")
