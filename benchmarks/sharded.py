@@ -29,8 +29,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.checkpoints.optimizers import text_rows
 from benchmarks.machine import commit, cpu_name, versions
-from hf_trainweights.checkpoint import compress_directory, read_manifest
-from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
+from hf_trainweights.checkpoint import compress_directory
+from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from hf_trainweights.checkpoint.run.checkpoints import size_bytes
 from hf_trainweights.distributed import TrainWeightsWriter
 

@@ -237,5 +237,7 @@ def _bits_per_weight(written: EncodedFile, weights: Mapping[str, Any]) -> float:
 
 def encoded_entry(file: DigestedFile, written: EncodedFile) -> FileEntry:
     """Return the manifest's entry of an encoded file that was just written."""
-    report = {"anchor": written.anchor_sha256, "tensors": [dict(vars(tensor)) for tensor in written.report]}
+    # ZeRO 3 writes an empty tensor in the place of each weight.
+    rows = [dict(vars(tensor)) for tensor in written.report if tensor.bytes_in]
+    report = {"anchor": written.anchor_sha256, "tensors": rows}
     return FileEntry(file.size_bytes, file.sha256(), report)
