@@ -3,10 +3,10 @@
 Only regular files are opened, because reading a FIFO waits for ever, and /dev/zero never ends.
 
 A signed JSON object carries its own digest, so that a flipped bit in the file itself is found too. The text is UTF-8
-with sorted keys, two spaces of indentation and a newline at the end. What lies in more than five objects or arrays is
-on the line of the sixth, such as a row of a report. The object's `sha256` is the digest of the same text with an empty
-string in place of the digest, and only the bytes that have this digest are accepted. A digest finds damage, not
-forgery: anyone can compute it.
+with sorted keys, two spaces of indentation and a newline at the end. An object within five others, such as the row of a
+tensor in a report, is on one line. The `sha256` is the digest of the same text with an empty string in place of the
+digest, and only the bytes that have this digest are accepted. A digest finds damage, not forgery: anyone can compute
+it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zlib_ng import zlib_ng
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files import disk
 
-# A line break before what lies in more than five objects or arrays, and before the end of the sixth.
+# A line break within an object or array that lies in five others.
 _DEEP_LINE = re.compile(r"\n {12,}|\n {10}(?=[\]}])")
 _MAX_SHOWN = 200
 

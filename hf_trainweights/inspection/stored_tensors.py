@@ -110,10 +110,11 @@ def _find_sharded(path: Path) -> dict[str, list[Path]]:
 
 def _find_zero(path: Path) -> dict[str, list[Path]]:
     """Return the files of DeepSpeed. Under ZeRO 3 only those of the optimizer have weights, in float32."""
-    files = [(TagFiles(tag), tag) for tag in tag_directories(path)][:1]
-    models = [tag / name for found, tag in files for name, (rank, _) in found.models.items() if rank is None]
-    states = [tag / name for found, tag in files for name in found.states]
-    return {part: names for part, names in (("weights", models), ("optimizer", states)) if names}
+    tags = [TagFiles(tag) for tag in tag_directories(path)][:1]
+    models = [tag.directory / name for tag in tags for name, (rank, _) in tag.models.items() if rank is None]
+    states = [tag.directory / name for tag in tags for name in tag.states]
+    parts = {"weights": models, "optimizer": states}
+    return {name: files for name, files in parts.items() if files}
 
 
 class _ShardedTensors(Mapping[str, StoredTensor]):
@@ -192,9 +193,9 @@ def _read(file: Path, values: bool) -> Iterator[tuple[str, Tensor, int | None]]:
 
 
 def _read_zero(file: Path, values: bool) -> Iterator[tuple[str, Tensor, int | None]]:
-    """Yield the tensors in a file of DeepSpeed: the weights by their names, or what one rank has of the optimizer.
+    """Yield the tensors in a file of DeepSpeed: the weights by their names, or the flat partitions of one rank.
 
-    The flat partitions of a rank begin with the name of its file, because all ranks give them the same names.
+    The name of a partition begins with that of its file, because all ranks give theirs the same names.
     """
     register_anchor_directory(file.parent)
     tree, is_small = load_states(file, map_location="cpu" if values else "meta"), is_encoded(file)
@@ -235,7 +236,7 @@ def _leaves(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[str, Tensor]]:
 
 def _reported_bytes(file: Path) -> dict[str, int]:
     # The manifest of a Trainer's checkpoint lies beside the directory that DeepSpeed wrote.
-    directory = next((each for each in file.parents[:2] if (each / MANIFEST_NAME).exists()), None)
+    directory = next((parent for parent in file.parents[:2] if (parent / MANIFEST_NAME).exists()), None)
     if directory is None:
         return {}
     entry = read_manifest(directory).files.get(file.relative_to(directory).as_posix())

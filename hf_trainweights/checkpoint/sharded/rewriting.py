@@ -266,7 +266,7 @@ def _with_states(tasks: Sequence[_RankTask], other: ShardedContents, optimizer_c
     items = [item for item in _items(other) if item.index.fqn in states]
     saved = SavePlan(items, planner_data=other.metadata.planner_data)
     plans = plan_tensors([saved], Policy(), None, (), optimizer_class, is_delta=False)
-    found = []
+    extended = []
     for task in tasks:
         orders: RankOrders = task.plan.storage_data
         weights = [item for item in task.plan.items if is_weight(orders.plans.get(item.index.fqn))]
@@ -281,8 +281,8 @@ def _with_states(tasks: Sequence[_RankTask], other: ShardedContents, optimizer_c
         of_rank = {item.index.fqn: plans[item.index.fqn] for item in at_hand if item.index.fqn in plans}
         plan = replace(task.plan, storage_data=replace(orders, plans={**of_rank, **orders.plans}))
         places = {**task.places, **_places(other, at_hand)}
-        found.append(replace(task, plan=plan, at_hand=[*task.at_hand, *at_hand], places=places))
-    return found
+        extended.append(replace(task, plan=plan, at_hand=[*task.at_hand, *at_hand], places=places))
+    return extended
 
 
 def _places(contents: ShardedContents, items: Iterable[WriteItem]) -> dict[MetadataIndex, tuple[Path, Place]]:
