@@ -703,6 +703,22 @@ def checkpoint_optimizers() -> str:
     return f"{table(header, rows)}\n\n{caption}"
 
 
+def checkpoint_loads() -> str:
+    """Return where the time of a load goes."""
+    report = read("checkpoint_loads")
+    plain, write = report["plain_seconds"], report["write_seconds"]
+    rows = []
+    for mode, seconds in report["modes"].items():
+        cells = [seconds["load"], seconds["read"], seconds["load"] - seconds["read"]]
+        rows.append([mode, *(f"{cell / plain:.1f}" for cell in cells), f"{write / plain:.1f}"])
+    header = ["mode", "load", "of it reading", "of it decoding", "first writes to as much memory"]
+    caption = (
+        f"CPU time of one core, relative to a plain load of {report['plain_bytes'] / 1e6:.0f} MB that is repeated in one "
+        f"process. {report['machine']['cpu']}, shared with other work (load {report['machine']['load']:.0f})."
+    )
+    return f"{table(header, rows)}\n\n{caption}"
+
+
 def checkpoint_long_run() -> str:
     """Return what the saves of a long run write and take, and how it ends after a crash in its middle."""
     report, rows = read("checkpoint_long_run"), []
@@ -866,6 +882,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "checkpoint-cores": checkpoint_cores,
     "checkpoint-beside": checkpoint_beside,
     "checkpoint-optimizers": checkpoint_optimizers,
+    "checkpoint-loads": checkpoint_loads,
     "checkpoint-long-run": checkpoint_long_run,
     "checkpoint-plan": checkpoint_plan,
     "sharded": sharded,
