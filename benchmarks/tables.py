@@ -713,8 +713,8 @@ def checkpoint_loads() -> str:
         rows.append([mode, *(f"{cell / plain:.1f}" for cell in cells), f"{write / plain:.1f}"])
     header = ["mode", "load", "of it reading", "of it decoding", "first writes to as much memory"]
     caption = (
-        f"CPU time of one core, relative to a plain load of {report['plain_bytes'] / 1e6:.0f} MB that is repeated in one "
-        f"process. {report['machine']['cpu']}, shared with other work (load {report['machine']['load']:.0f})."
+        f"CPU time of one core, relative to a plain load of {report['plain_bytes'] / 1e6:.0f} MB that is repeated in "
+        f"one process. {report['machine']['cpu']}, shared with other work (load {report['machine']['load']:.0f})."
     )
     return f"{table(header, rows)}\n\n{caption}"
 
