@@ -698,15 +698,81 @@ def checkpoint_optimizers() -> str:
         mean, bias = (fmean(each[key] for each in differences) for key in ("mean", "bias"))
         largest, ratio = max(each["largest"] for each in differences), fmean(seed["ratio"] for seed in seeds)
         losses = f"{mean:.4f}", f"{largest:.4f}", f"{bias:+.4f}"
-        rows.append([name, ", ".join(seeds[0]["roles"]) or "none", f"{ratio:.1f}", *losses, str(len(seeds))])
+        found = seeds[0].get("controls", {})
+        controls = [f"{found[control]['mean']:.4f}" if found else "" for control in ("finer", "neighbours")]
+        roles = ", ".join(seeds[0]["roles"]) or "none"
+        rows.append([name, roles, f"{ratio:.1f}", *losses, str(len(seeds)), *controls])
     header = ["optimizer", "roles that are rounded", "ratio", "mean", "largest", "bias", "seeds"]
+    header += ["a sixteenth of the errors", "1 ulp"]
     caption = (
         "Near-lossless, a Llama of 1.25M parameters from scratch, saves at steps 50, 100 and 150 of 250. Ratio: "
         "bytes of weights and optimizer as a Trainer writes them, divided by those of the third save. Then the "
         "differences of the losses, in nats, over the 100 steps after a resume from that save, to the run that went "
         "on: the mean of the seeds, and the largest over all of them. Names in small letters are values of the "
-        "Trainer's `optim`; where no role is "
-        f"rounded, only weights are. {report['cpu']}."
+        "Trainer's `optim`; where no role is rounded, only weights are. The last columns are means of the first seed, "
+        "after a resume from a save whose weights and means have a sixteenth of the errors, and from exact weights off "
+        f"by one unit in the last place. {report['cpu']}."
+    )
+    return f"{table(header, rows)}\n\n{caption}"
+
+
+def checkpoint_loads() -> str:
+    """Return where the time of a load goes."""
+    report = read("checkpoint_loads")
+    plain, write = report["plain_seconds"], report["write_seconds"]
+    rows = []
+    for mode, seconds in report["modes"].items():
+        cells = [seconds["load"], seconds["read"], seconds["load"] - seconds["read"]]
+        rows.append([mode, *(f"{cell / plain:.1f}" for cell in cells), f"{write / plain:.1f}"])
+    header = ["mode", "load", "of it reading", "of it decoding", "first writes to as much memory"]
+    caption = (
+        f"CPU time of one core, relative to a plain load of {report['plain_bytes'] / 1e6:.0f} MB that is repeated in "
+        f"one process. {report['machine']['cpu']}, shared with other work (load {report['machine']['load']:.0f})."
+    )
+    return f"{table(header, rows)}\n\n{caption}"
+
+
+def checkpoint_long_run() -> str:
+    """Return what the saves of a long run write and take, and how it ends after a crash in its middle."""
+    report, rows = read("checkpoint_long_run"), []
+    seeds = list(report["seeds"].values())
+    for mode in ("no break", "lossless", "near-lossless", "compact", "1 ulp"):
+        found = [seed[mode] for seed in seeds if mode in seed]
+        if not found:
+            continue
+        mean = {key: fmean(row[key] for row in found) for key in found[0]}
+        sizes = f"{mean['written_bytes'] / 1e6:.0f}", f"{mean['written']:.3f}", f"{mean['kept']:.3f}"
+        cells = [f"{100 * mean['cpu_share']:.1f} %", f"{mean['loss']:.4f}", f"{mean['held_out']:.4f}"]
+        cells += [f"{mean[key]:+.5f}" for key in ("loss_difference", "held_out_difference")]
+        rows.append([mode, *sizes, *cells, f"{mean['mean_absolute_difference']:.4f}", str(len(found))])
+    header = ["mode", "written, MB", "of torch.save", "left on the disk", "CPU of training", "loss at the end"]
+    header += ["held out", "loss differs", "held out differs", "mean difference", "seeds"]
+    caption = (
+        "A Llama of 1.25M parameters, AdamW, 2,000 steps in a loop with `CheckpointManager`; of 20 saves the last "
+        "three are kept. The process dies at step 1,050, and another one goes on from step 1,000. No break: the same "
+        "loop with `torch.save`, which does not die. 1 ulp: it goes on from exact weights, each off by one unit in the "
+        "last place. Left on the disk: relative to three files of `torch.save`, anchors included. CPU of training: CPU "
+        "time of saves and of the resume, relative to that of all steps. The loss at the end is the mean of the last "
+        "100 steps, the mean difference that of all steps after the resume. "
+        f"{report['machine']['cpu']}, a shared machine."
+    )
+    return f"{table(header, rows)}\n\n{caption}"
+
+
+def sharded() -> str:
+    """Return how small each save of two ranks is, beside whole files."""
+    report, rows = read("sharded"), []
+    for layout, saves in report["layouts"].items():
+        for key, label in (("weights_bytes", "weights"), ("states_bytes", "moments"), ("other_bytes", "all else")):
+            rows.append([f"{layout}, {label}, MB", *(f"{save[key] / 1e6:.2f}" for save in saves)])
+        rows.append([f"{layout}, times smaller", *(f"{save['ratio']:.1f}" for save in saves)])
+    saves = next(iter(report["layouts"].values()))
+    header = ["near-lossless", *(f"step {save['step']}" for save in saves)]
+    caption = (
+        f"A Llama of 7.5M parameters in training, AdamW, {saves[0]['plain_bytes'] / 1e6:.0f} MB a save, on "
+        f"{report['ranks']} ranks. By a Trainer: weights and optimizer in two directories, as under FSDP. In one "
+        "directory: with `TrainWeightsWriter`. All else are manifests, DCP's index, and about a kilobyte for each of "
+        f"{report['layouts']['in one directory'][0]['items']} shards and objects; it does not grow with the model."
     )
     return f"{table(header, rows)}\n\n{caption}"
 
@@ -831,7 +897,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "checkpoint-cores": checkpoint_cores,
     "checkpoint-beside": checkpoint_beside,
     "checkpoint-optimizers": checkpoint_optimizers,
+    "checkpoint-loads": checkpoint_loads,
+    "checkpoint-long-run": checkpoint_long_run,
     "checkpoint-plan": checkpoint_plan,
+    "sharded": sharded,
     "distributed": distributed,
     "imported-rows": imported_rows,
     "zero": zero,

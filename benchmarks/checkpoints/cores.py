@@ -89,15 +89,15 @@ def measure(root: Path) -> dict[str, Any]:
     }
 
 
-def make_state() -> tuple[State, State]:
-    """Return weights and the state of AdamW, the same ones each time."""
+def make_state(layers: int = LAYERS, words: int = WORDS) -> tuple[State, State]:
+    """Return weights and the state of AdamW, the same ones each time, for so many layers and rows of the embedding."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
-    shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (WORDS, HIDDEN), "norm": (HIDDEN,)}
-    for layer in range(LAYERS):
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (words, HIDDEN), "norm": (HIDDEN,)}
+    for layer in range(layers):
         shapes |= {f"layers.{layer}.{name}": (HIDDEN, HIDDEN) for name in ("q", "k", "v", "o")}
         shapes |= {f"layers.{layer}.{name}": (INNER, HIDDEN) for name in ("gate", "up")}
         shapes |= {f"layers.{layer}.down": (HIDDEN, INNER), f"layers.{layer}.norm": (HIDDEN,)}

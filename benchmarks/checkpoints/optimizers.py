@@ -13,6 +13,7 @@ import importlib
 import json
 import logging
 import os
+import shutil
 import statistics
 import tempfile
 import warnings
@@ -25,6 +26,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils.logging import set_verbosity_error
@@ -32,6 +34,7 @@ from transformers.utils.logging import set_verbosity_error
 from benchmarks.checkpoints.__main__ import merge
 from benchmarks.machine import cpu_name
 from hf_trainweights.checkpoint import compress_directory
+from hf_trainweights.checkpoint.manifest import Manifest
 from hf_trainweights.checkpoint.planning.roles import optimizer_parameter_names
 from hf_trainweights_cli.demo.corpus import read_corpus
 
@@ -39,7 +42,7 @@ RESULTS = Path(__file__).parent.parent / "results" / "checkpoint_optimizers.json
 SEEDS = (0, 1, 2)
 MODE = "near-lossless"
 SAVES = (50, 100, 150)
-STEPS_AFTER = 100
+STOP = SAVES[-1] + 100
 # The learning rate falls as if training went on for longer.
 _SCHEDULE_STEPS = 250
 _BATCH, _WINDOW_TOKENS = 2, 64
@@ -74,6 +77,7 @@ def _torch(name: str, lr: float, **options: Any) -> Choice:
 
 CHOICES = {
     "AdamW": _torch("AdamW", 1e-3),
+    "AdamW, lr 0.003": _torch("AdamW", 3e-3),
     "AMSGrad": _torch("AdamW", 1e-3, amsgrad=True),
     "NAdam": _torch("NAdam", 1e-3),
     "RAdam": _torch("RAdam", 1e-3),
@@ -89,7 +93,11 @@ CHOICES = {
     "Adafactor of torch": _torch("Adafactor", 1e-2),
     "ASGD": _torch("ASGD", 0.5),
     "Rprop": _torch("Rprop", 1e-4),
-    "Prodigy": Choice(1.0, made_by="prodigyopt:Prodigy"),
+    # Its authors ask for these options where the rate is warmed up. In their absence a change of one unit in the last
+    # place moves the losses by a hundredth.
+    "Prodigy": Choice(
+        1.0, made_by="prodigyopt:Prodigy", options={"safeguard_warmup": True, "use_bias_correction": True}
+    ),
     "ADOPT": Choice(1e-3, made_by="pytorch_optimizer:ADOPT"),
     "AdEMAMix": Choice(1e-3, made_by="pytorch_optimizer:AdEMAMix"),
     **{
@@ -148,9 +156,7 @@ def train(
     Returns:
         The Trainer after its last step.
     """
-    torch.manual_seed(seed)
-    sizes = {"hidden_size": 160, "intermediate_size": 416, "num_hidden_layers": 4, "num_attention_heads": 5}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, tie_word_embeddings=True, use_cache=False, **sizes))
+    model = small_llama(seed)
     if choice.matrices_only:
         for weight in model.parameters():
             weight.requires_grad_(weight.dim() == 2)
@@ -170,55 +176,96 @@ def train(
         dataloader_pin_memory=False,
         **({"optim": choice.optim} if choice.optim else {}),
     )
-    trainer = Trainer(model, arguments, train_dataset=_rows(), callbacks=[saver], optimizers=(choice.make(model), None))
+    rows = [{"input_ids": row, "labels": row} for row in text_rows(_SCHEDULE_STEPS * _BATCH)]
+    trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[saver], optimizers=(choice.make(model), None))
     trainer.remove_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
     return trainer
 
 
+def small_llama(seed: int) -> LlamaForCausalLM:
+    """Return an untrained Llama of 1.25 million parameters that reads bytes."""
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 160, "intermediate_size": 416, "num_hidden_layers": 4, "num_attention_heads": 5}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=256, tie_word_embeddings=True, use_cache=False, **sizes))
+
+
 @cache
-def _rows() -> list[dict[str, Tensor]]:
-    count = _SCHEDULE_STEPS * _BATCH
+def text_rows(count: int) -> Tensor:
+    """Return the bytes of Python sources in so many rows, one token a byte; int64 of shape `[count, 64]`."""
     data = bytearray("".join(read_corpus().train).encode()[: count * _WINDOW_TOKENS])
-    rows = torch.frombuffer(data, dtype=torch.uint8).long().view(count, _WINDOW_TOKENS)
-    return [{"input_ids": row, "labels": row} for row in rows]
+    return torch.frombuffer(data, dtype=torch.uint8).long().view(count, _WINDOW_TOKENS)
 
 
-def measure(choice: Choice, seed: int, directory: Path) -> dict[str, Any]:
+def measure(choice: Choice, seed: int, directory: Path, *, with_controls: bool = False) -> dict[str, Any]:
     """Train with an optimizer and resume.
 
     Args:
         choice: The optimizer.
         seed: For weights and data.
         directory: An empty directory.
+        with_controls: Resume twice more: from exact weights that are off by one unit in the last place, and from a save
+            whose errors are a sixteenth.
 
     Returns:
         `ratio`: plain bytes of weights and optimizer over bytes on disk, of the third save. `roles` that were rounded.
         `differences` of the losses after the resume to the run that went on; `loss`: its mean over the last ten steps.
+        `controls`: the differences after the other resumes, by name.
     """
-    stop = SAVES[-1] + STEPS_AFTER
-    whole, resumed = _Saver(SAVES, stop), _Saver((), stop)
-    trainer = train(choice, seed, directory, whole)
-    last = directory / f"checkpoint-{SAVES[-1]}"
+    whole = _Saver(SAVES, STOP)
+    trainer = train(choice, seed, directory / "plain", whole)
+    last = directory / "plain" / f"checkpoint-{SAVES[-1]}"
     plain_bytes = sum((last / name).stat().st_size for name in _FILES if (last / name).exists())
-    names = optimizer_parameter_names(trainer.model, trainer.optimizer)
-    for step in SAVES:
-        manifest = compress_directory(
-            directory / f"checkpoint-{step}", mode=MODE, optimizer=trainer.optimizer, optimizer_names=names
-        )
-    train(choice, seed, directory / "resumed", resumed, last)
-    losses = [whole.losses[step] for step in range(SAVES[-1] + 1, stop + 1)]
-    return {
+    manifest = _compress(directory / "small", trainer)
+    losses = [whole.losses[step] for step in range(SAVES[-1] + 1, STOP + 1)]
+    found = {
         "class": manifest.metadata["optimizer"]["class"],
         "roles": manifest.metadata["optimizer"]["rounded"],
         "ratio": plain_bytes / sum(entry.size_bytes for name, entry in manifest.files.items() if name in _FILES),
         "loss": statistics.fmean(losses[-10:]),
-        "differences": _difference(whole, resumed, stop),
+        "differences": _resume(choice, seed, directory / "small", whole),
     }
+    if with_controls:
+        shutil.copytree(directory / "plain", directory / "neighbours")
+        move_weights(directory / "neighbours" / last.name, seed)
+        _compress(directory / "finer", trainer, _finer_rules(manifest))
+        controls = {name: _resume(choice, seed, directory / name, whole) for name in ("neighbours", "finer")}
+        found["controls"] = controls
+    return found
 
 
-def _difference(whole: _Saver, resumed: _Saver, stop: int) -> dict[str, float]:
-    steps = range(SAVES[-1] + 1, stop + 1)
+def _compress(directory: Path, trainer: Trainer, rules: dict[str, Any] | None = None) -> Manifest:
+    """Copy the plain checkpoints and make them small in their order, and return the manifest of the last one."""
+    shutil.copytree(directory.with_name("plain"), directory)
+    names = optimizer_parameter_names(trainer.model, trainer.optimizer)
+    options = {"mode": MODE, "rules": rules, "optimizer": trainer.optimizer, "optimizer_names": names}
+    return [compress_directory(directory / f"checkpoint-{step}", **options) for step in SAVES][-1]
+
+
+def _finer_rules(manifest: Manifest) -> dict[str, Any]:
+    """Return rules by which errors are a sixteenth of those in a checkpoint; squares have no finer steps."""
+    rows = [row for entry in manifest.files.values() for row in entry.report.get("tensors", ())]
+    bounds = {row["name"]: row["bound"] / 16 for row in rows if row["role"] == "weight" and row["bound"]}
+    weights = {f"weight/{name}": {"codec": "delta-uniform", "bound": bound} for name, bound in bounds.items()}
+    means = {"exp_avg": {"codec": "update-space", "step": 1 / 64}, "momentum": {"codec": "row-uniform", "step": 1 / 32}}
+    return {**weights, **means}
+
+
+def move_weights(checkpoint: Path, seed: int) -> None:
+    """Move each weight of a plain checkpoint to a neighbouring number."""
+    file = checkpoint / "model.safetensors"
+    generator, weights = torch.Generator().manual_seed(seed), load_file(file)
+    for name, weight in weights.items():
+        upwards = torch.rand(weight.shape, generator=generator) < 0.5
+        weights[name] = torch.nextafter(weight, torch.where(upwards, torch.inf, -torch.inf))
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def _resume(choice: Choice, seed: int, directory: Path, whole: _Saver) -> dict[str, float]:
+    """Resume from the last checkpoint, and return how the losses differ from those of the run that went on."""
+    resumed = _Saver((), STOP)
+    train(choice, seed, directory / "resumed", resumed, directory / f"checkpoint-{SAVES[-1]}")
+    steps = range(SAVES[-1] + 1, STOP + 1)
     differences = [resumed.losses[step] - whole.losses[step] for step in steps]
     sizes = [abs(difference) for difference in differences]
     return {"mean": statistics.fmean(sizes), "largest": max(sizes), "bias": statistics.fmean(differences)}
@@ -227,7 +274,8 @@ def _difference(whole: _Saver, resumed: _Saver, stop: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoints.optimizers", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="optimizers to measure; default: all")
-    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many seeds")
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="the seeds")
+    parser.add_argument("--controls", action="store_true", help="resume in two more ways")
     parser.add_argument("--to", type=Path, default=RESULTS, help="the results")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -235,10 +283,10 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("hf_trainweights").setLevel(logging.ERROR)
     merge(arguments.to, ("cpu",), cpu_name())
-    for seed in SEEDS[: arguments.seeds]:
+    for seed in arguments.seeds:
         for name in arguments.names or CHOICES:
             with tempfile.TemporaryDirectory() as directory:
-                found = measure(CHOICES[name], seed, Path(directory))
+                found = measure(CHOICES[name], seed, Path(directory), with_controls=arguments.controls)
             merge(arguments.to, ("optimizers", name, str(seed)), found)
             print(f"{name}, seed {seed}: {json.dumps(found)}", flush=True)
 

@@ -22,11 +22,13 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from torch.storage import _storage_type_to_dtype_map
 
 from hf_trainweights.checkpoint.dcp.reader import ShardedContents, dcp_directories
+from hf_trainweights.checkpoint.encoded.objects import stand_ins
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, register_anchor_directory
 from hf_trainweights.checkpoint.encoded.tree import path_text
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from hf_trainweights.checkpoint.run.checkpoints import OPTIMIZER_NAME
 from hf_trainweights.checkpoint.run.file_checks import weights_problem
+from hf_trainweights.checkpoint.zero.files import TagFiles, load_states, tag_directories
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.reading import open_pickle, open_regular_file
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
@@ -34,6 +36,8 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # The parts of a checkpoint, each with the function that returns the names of its tensors in a DCP directory.
 _NAMES = {"weights": ShardedContents.all_weights, "optimizer": ShardedContents.optimizer_tensors}
+# How DeepSpeed's files of weights and of a rank's optimizer end.
+_MODEL_ENDING, _STATES_ENDING = "_model_states.pt", "_optim_states.pt"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 # The first bytes of a zip archive, of a pickle of torch before 1.6, and of pickles of protocol 0 or 1.
 _TORCH_MAGIC = (b"PK", b"\x80", b"}", b"(")
@@ -79,12 +83,14 @@ class StoredTensor:
 def find_parts(path: Path) -> dict[str, list[Path]]:
     """Return the files that a loader would open for the parts `weights` and `optimizer`; one part may be missing.
 
-    For a sharded part, return its DCP directory. Raise ConfigError if a directory has neither part.
+    For a sharded part, return its DCP directory, for one of DeepSpeed the files of all ranks. Raise ConfigError if a
+    directory has neither part.
     """
     if not path.is_dir():
         _require_weight_file(path)
-        return {"optimizer" if path.name == OPTIMIZER_NAME else "weights": [path]}
-    parts = _find_sharded(path)
+        is_optimizer = path.name == OPTIMIZER_NAME or path.name.endswith(_STATES_ENDING)
+        return {"optimizer" if is_optimizer else "weights": [path]}
+    parts = {**_find_sharded(path), **_find_zero(path)}
     weights = [path / name for name in ENTRY_POINTS if (path / name).is_file()][:1]
     if weights:
         is_index = weights[0].suffix == ".json"
@@ -101,6 +107,15 @@ def _find_sharded(path: Path) -> dict[str, list[Path]]:
     readers = [ShardedContents(directory) for directory in dcp_directories(path)]
     parts = {name: [reader.directory for reader in readers if names_of(reader)] for name, names_of in _NAMES.items()}
     return {name: directories[:1] for name, directories in parts.items() if directories}
+
+
+def _find_zero(path: Path) -> dict[str, list[Path]]:
+    """Return the files of DeepSpeed. Under ZeRO 3 only those of the optimizer have weights, in float32."""
+    tags = [TagFiles(tag) for tag in tag_directories(path)][:1]
+    models = [tag.directory / name for tag in tags for name, (rank, _) in tag.models.items() if rank is None]
+    states = [tag.directory / name for tag in tags for name in tag.states]
+    parts = {"weights": models, "optimizer": states}
+    return {name: files for name, files in parts.items() if files}
 
 
 class _ShardedTensors(Mapping[str, StoredTensor]):
@@ -156,6 +171,9 @@ def _read(file: Path, values: bool) -> Iterator[tuple[str, Tensor, int | None]]:
         _require_readable(file)
         yield from ((name, tensor, tensor.nbytes) for name, tensor in load_safetensors(file).items())
         return
+    if file.name.endswith((_STATES_ENDING, _MODEL_ENDING)):
+        yield from _read_zero(file, values)
+        return
     if _has_newer_pickle(file):
         if values:
             next_step = "Save it again by torch.save, without pickle_protocol."
@@ -173,6 +191,27 @@ def _read(file: Path, values: bool) -> Iterator[tuple[str, Tensor, int | None]]:
     for path, tensor in _leaves_of(file, load_file(file, map_location="cpu" if values else "meta")):
         # The report in the manifest counts tied tensors once, under the name of the first.
         yield path, tensor, stored_bytes.get(path, 0) if stored_bytes else None
+
+
+def _read_zero(file: Path, values: bool) -> Iterator[tuple[str, Tensor, int | None]]:
+    """Yield the tensors in a file of DeepSpeed: the weights by their names, or the flat partitions of one rank.
+
+    The name of a partition begins with that of its file, because all ranks give theirs the same names.
+    """
+    register_anchor_directory(file.parent)
+    tree, is_small = load_states(file, map_location="cpu" if values else "meta"), is_encoded(file)
+    if file.name.endswith(_MODEL_ENDING):
+        tree = tree.get("module", {}) if isinstance(tree, dict) else {}
+        prefix, start = "", "module."
+    else:
+        prefix, start = f"{file.name}: ", ""
+    stored_bytes = _reported_bytes(file) if is_small else {}
+    for path, tensor in _leaves_of(file, tree):
+        own = f"{start}{path}"
+        # A tensor that consists of several pieces has a row for each of them.
+        pieces = [size for row, size in stored_bytes.items() if row == own or row.startswith(f"{own}.")]
+        small_bytes = sum(pieces) if stored_bytes else None
+        yield f"{prefix}{path}", tensor, small_bytes if is_small else _bytes_of(tensor)
 
 
 def _bytes_of(tensor: Tensor) -> int | None:
@@ -197,9 +236,11 @@ def _leaves(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _reported_bytes(file: Path) -> dict[str, int]:
-    if not (file.parent / MANIFEST_NAME).exists():
+    # The manifest of a Trainer's checkpoint lies beside the directory that DeepSpeed wrote.
+    directory = next((parent for parent in file.parents[:2] if (parent / MANIFEST_NAME).exists()), None)
+    if directory is None:
         return {}
-    entry = read_manifest(file.parent).files.get(file.name)
+    entry = read_manifest(directory).files.get(file.relative_to(directory).as_posix())
     return {tensor["path"]: tensor["bytes_out"] for tensor in entry.report.get("tensors", ())} if entry else {}
 
 
@@ -225,8 +266,9 @@ def unsafe_calls(file: Path) -> tuple[str, ...]:
     if _has_newer_pickle(file):
         _, calls = _list_newer_pickle(file)
         return calls
+    is_of_deepspeed = file.name.endswith((_MODEL_ENDING, _STATES_ENDING))
     try:
-        with open_pickle(file):
+        with open_pickle(file), torch.serialization.safe_globals(stand_ins() if is_of_deepspeed else []):
             return tuple(sorted(get_unsafe_globals_in_checkpoint(file)))
     except CorruptFileError:  # reading the file will raise a better error
         return ()

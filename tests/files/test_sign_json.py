@@ -13,6 +13,15 @@ def test_the_digest_is_that_of_the_text_without_it():
     assert hashlib.sha256(text.replace(digest.encode(), b"")).hexdigest() == digest
 
 
+def test_what_lies_deep_is_on_one_line():
+    row = {"bound": None, "name": "a\n          {b}", "params": {"step": [1, 2]}}
+    content = {"files": {"a.bin": {"report": {"tensors": [row, row]}, "sha256": "00"}}}
+    text = sign_json(content).decode()
+    assert {**json.loads(text), "sha256": ""} == {**content, "sha256": ""}
+    assert len([line for line in text.splitlines() if line.startswith(" " * 10)]) == 2
+    assert is_signed(text.encode(), json.loads(text))
+
+
 def test_only_the_digest_of_the_object_itself_is_replaced():
     nested = {"sha256": "", "text": '\n  "sha256": ""'}
     content = json.loads(sign_json({"a": nested, "b": [nested], "sha256": "old"}))

@@ -51,6 +51,12 @@ _RECORD = {
 
 # A delta that takes one bit per weight more than the first one is twice as large. Then the anchor is too old.
 _REFRESH_BITS = 1.0
+MOST_FILES = 5
+"""The most files that are needed to read the weights of a rounded checkpoint, its own among them.
+
+In a language model from scratch a save 150 steps after its anchor takes 4.7 bits a weight, one 50 steps after it 3.2;
+each link costs a reader one more decoding of them.
+"""
 # Adam divides by the root of the second moment plus eps. A root 1,000 times as large as eps makes eps irrelevant.
 _IRRELEVANT_EPS = 1000
 # Drift is estimated for at most 100 training steps. If saves lie further apart, or the interval is unknown, the

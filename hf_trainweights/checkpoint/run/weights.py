@@ -22,6 +22,7 @@ from hf_trainweights.checkpoint.encoded.structure import Base, anchor_file_name
 from hf_trainweights.checkpoint.manifest import FileEntry
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.anchors import (
+    MOST_FILES,
     AnchorCandidate,
     AnchorRecord,
     expected_drift_rms,
@@ -38,9 +39,6 @@ from hf_trainweights.files.torch_zip import Writable
 
 WEIGHTS_NAME = "pytorch_model.bin"
 
-# The most files that are needed to read a checkpoint's weights. In a language model from scratch a save 150 steps after
-# its anchor takes 4.7 bits a weight, one 50 steps after it 3.2; each link costs a reader one more decoding of them.
-_MOST_FILES = 5
 # A base serves until its deltas take so many bits per weight more than the first one. From then on a full checkpoint as
 # new anchor costs less within eight saves: it has 10 to 24 bits more than a delta.
 _BASE_REFRESH_BITS = 2.0
@@ -170,7 +168,7 @@ def _encode_delta(job: SaveJob, weights: Weights, candidate: WeightsAnchor, file
                 links, base = _keep_files(anchor, job.directory) if keeps else (), anchor.base
             else:
                 links = anchor.files
-                if not is_exact and weights.as_anchor and len(links) + 1 < _MOST_FILES:
+                if not is_exact and weights.as_anchor and len(links) + 1 < MOST_FILES:
                     record = replace(record, sha256="")  # this file becomes the anchor of the next checkpoint
     if job.temporary and isinstance(anchor, Anchor) and not links:
         remove_files(anchor.files)  # rewriting in place removes them with `write_complete_manifest`
@@ -239,5 +237,7 @@ def _bits_per_weight(written: EncodedFile, weights: Mapping[str, Any]) -> float:
 
 def encoded_entry(file: DigestedFile, written: EncodedFile) -> FileEntry:
     """Return the manifest's entry of an encoded file that was just written."""
-    report = {"anchor": written.anchor_sha256, "tensors": [dict(vars(tensor)) for tensor in written.report]}
+    # ZeRO 3 writes an empty tensor in the place of each weight.
+    rows = [dict(vars(tensor)) for tensor in written.report if tensor.bytes_in]
+    report = {"anchor": written.anchor_sha256, "tensors": rows}
     return FileEntry(file.size_bytes, file.sha256(), report)

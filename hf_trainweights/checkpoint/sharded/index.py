@@ -47,7 +47,7 @@ _NO_DIGEST = "0" * 64
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file of the checkpoint that one rank has written, with the digests of the `anchors` that it refers to."""
+    """A file of the checkpoint that one rank has written, with the digests of all `anchors` that reading it takes."""
 
     name: str
     entry: FileEntry

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import zipfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -43,9 +43,9 @@ from hf_trainweights.checkpoint.encoded.structure import (
     seal_structure,
 )
 from hf_trainweights.checkpoint.manifest import FileEntry
-from hf_trainweights.checkpoint.run.anchors import delta_rms, link_anchor
+from hf_trainweights.checkpoint.run.anchors import MOST_FILES, delta_rms, link_anchor
 from hf_trainweights.checkpoint.sharded.index import StoredFile, StoredItem, name_of, stored_item
-from hf_trainweights.checkpoint.sharded.rank_items import AdamStates, RankItems, second_of
+from hf_trainweights.checkpoint.sharded.rank_items import AdamStates, RankItems, is_weight, second_of
 from hf_trainweights.files.atomic import replace_file
 from hf_trainweights.files.reading import DigestedFile
 from hf_trainweights.files.torch_zip import FIRST_RECORD_START, MemoryFile, Writable
@@ -63,7 +63,8 @@ _MOST_HEADER_BYTES = 1024
 def write_weights(rank: RankItems) -> list[StoredItem]:
     """Write the weights and buffers of one rank; UnstorableError names the one that cannot be stored.
 
-    They are differences to anchors. If no anchor can be used, the file is an anchor itself.
+    They are differences to anchors. If no anchor can be used, the file is an anchor itself. So is a rounded difference,
+    as long as few files are needed to read it.
     """
     items, anchors = rank.weights, rank.orders.anchors
     if not items:
@@ -75,7 +76,9 @@ def write_weights(rank: RankItems) -> list[StoredItem]:
     if opened:
         encode = partial(_encode_difference, rank, AdamStates(rank), opened)
     written: dict[MetadataIndex, StoredItem] = {}
-    with _new_file(rank.directory / rank.orders.weights_name, is_anchor=not opened) as target:
+    used = {anchor.sha256: anchor for anchor in opened.values()}
+    is_anchor = not opened or _continues_chain(rank, [*used.values()])
+    with _new_file(rank.directory / rank.orders.weights_name, is_anchor=is_anchor) as target:
         for item, first, tensor in rank.with_firsts(items):
             if item is first:
                 written[item.index] = target.put(item, *encode(item, tensor.cpu().contiguous()))
@@ -83,7 +86,14 @@ def write_weights(rank: RankItems) -> list[StoredItem]:
                 stored = written[first.index]
                 row = {**stored.row, "path": item.index.fqn, "bytes_in": 0, "bytes_out": 0}
                 written[item.index] = replace(stored, index=item.index, row=row, elements=0)
-    return target.stored(written.values(), {anchor.sha256 for anchor in opened.values()})
+    return target.stored(written.values(), used.values())
+
+
+def _continues_chain(rank: RankItems, anchors: Sequence[Anchor]) -> bool:
+    """Return whether the weights of a rank, stored as differences to these anchors, become the anchor of the next."""
+    is_exact = all(plan.is_lossless for plan in rank.orders.plans.values() if is_weight(plan))
+    # An encoded file of several weights names one anchor.
+    return not is_exact and len(anchors) == 1 and len(anchors[0].files) + 1 < MOST_FILES
 
 
 def _encode_full(
@@ -186,12 +196,13 @@ class _RankFile:
         """Return the place of bytes that begin at `start` of the file."""
         return Place(self.name, start, start + len(data), zlib_ng.crc32(data))
 
-    def stored(self, items: Collection[StoredItem], anchors: Iterable[str] = ()) -> list[StoredItem]:
-        """Add to each item the file, which is complete now, and the digests of anchors that the file refers to."""
-        anchors = tuple(sorted(anchors))
-        report = {"anchor": next(iter(anchors), None), "tensors": [item.row for item in items]}
+    def stored(self, items: Collection[StoredItem], anchors: Collection[Anchor] = ()) -> list[StoredItem]:
+        """Add to each item the file, which is complete now, and the digests of all anchors that reading it takes."""
+        first = min((anchor.sha256 for anchor in anchors), default=None)
+        report = {"anchor": first, "tensors": [item.row for item in items]}
         entry = FileEntry(self.file.size_bytes, self.file.sha256(), report)
-        stored = StoredFile(self.name, entry, is_anchor=self.joiner is not None, anchors=anchors)
+        digests = sorted({file.stem for anchor in anchors for file in anchor.files})
+        stored = StoredFile(self.name, entry, is_anchor=self.joiner is not None, anchors=tuple(digests))
         return [replace(item, file=stored) for item in items]
 
     def _append(self, data: bytes | memoryview) -> int:
@@ -253,12 +264,14 @@ class _Joiner:
         self._storages: list[dict[str, Any]] = []
         self._tensors: list[dict[str, Any]] = []
         self._names: list[str] = []
+        self._anchor: dict[str, Any] = {}
 
     def add(self, name: str, item: _Item) -> int:
         """Append an item of one tensor under its key in the state dict, and return its first byte in the file."""
         nested, storages = _nest(item)
         self._payload.append(nested)
         (view,) = item.structure["tensors"]
+        self._anchor |= {key: value for key, value in item.structure.items() if key == "anchor"}
         self._names.append(name)
         self._tensors.append({**view, "storage": view["storage"] + len(self._storages) + 1})
         self._storages += storages
@@ -267,7 +280,8 @@ class _Joiner:
     def finish(self) -> None:
         """Complete the file."""
         tree = {"dict": [[name, {"tensor": number}] for number, name in enumerate(self._names)]}
-        structure = {"version": VERSION, "tree": tree, "tensors": self._tensors, "storages": self._storages}
+        content = {"tree": tree, "tensors": self._tensors, "storages": self._storages}
+        structure = {"version": VERSION, **self._anchor, **content}
         self._payload.complete(seal_structure(structure))
 
 

@@ -13,13 +13,13 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -38,14 +38,16 @@ from hf_trainweights.checkpoint.manifest import (
     write_manifest,
 )
 from hf_trainweights.checkpoint.planning.optimizers import STATES_KEY
+from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.planning.roles import optimizer_states
 from hf_trainweights.checkpoint.run.anchors import unused_anchors
 from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, list_files, size_bytes
 from hf_trainweights.checkpoint.run.in_place import Listing, rewriting
 from hf_trainweights.checkpoint.run.job import RewriteJob
 from hf_trainweights.checkpoint.run.ranks import Ranks
 from hf_trainweights.checkpoint.sharded.conversion import verified_manifest, write_plain_in_place
-from hf_trainweights.checkpoint.sharded.rank_items import RankItems
-from hf_trainweights.checkpoint.sharded.writer import TrainWeightsWriter, write_items
+from hf_trainweights.checkpoint.sharded.rank_items import RankItems, RankOrders, is_weight
+from hf_trainweights.checkpoint.sharded.writer import TrainWeightsWriter, plan_tensors, write_items
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.atomic import keeping_permissions, save_errors
 from hf_trainweights.files.disk import is_old, lock_directory
@@ -184,12 +186,16 @@ class ShardedLayout:
             buffers = sorted(set(weights) - set(trained))
         options: dict[str, Any] = {"buffers": buffers, "anchor_every": job.anchor_every}
         options |= {"step": step, "metadata": metadata, "optimizer": optimizer_class}
-        for content in contents:
+        # Weights come first, while the moments, which tell how far weights move, are still as the Trainer wrote them.
+        for content in sorted(contents, key=lambda content: not content.all_weights()):
             if content.manifest is None or not total_rounding(content.manifest):
                 path, anchor = content.directory, self._anchor(content.directory)
                 writer = TrainWeightsWriter(path, job.policy.mode, job.policy.rules, anchor=anchor, **options)
-                results = job.ranks.share(_rank_tasks(writer, content, job.ranks.size, [*weights, *trained]))
-                writer.finish(replace(content.metadata), results)
+                tasks = _rank_tasks(writer, content, job.ranks.size, [*weights, *trained])
+                for other in contents:
+                    if other is not content:
+                        tasks = _with_states(tasks, other, optimizer_class)
+                writer.finish(replace(content.metadata), job.ranks.share(tasks))
 
     def _anchor(self, directory: Path) -> Path | None:
         """Return the directory of the same name that has anchors, in the newest other checkpoint of the run."""
@@ -236,22 +242,42 @@ class ShardedLayout:
         return largest
 
 
+@dataclass(frozen=True)
+class _RankTask:
+    """The work of one rank: to read items from their places in the old files and write them into new files.
+
+    `at_hand` are the items that are written, and states of their weights in other directories.
+    """
+
+    directory: Path
+    plan: SavePlan
+    at_hand: Sequence[WriteItem]
+    places: Mapping[MetadataIndex, tuple[Path, Place]]
+
+    def __call__(self) -> list[WriteResult]:
+        return write_items(RankItems(self.directory, self.plan.items, self._read, self.plan.storage_data, self.at_hand))
+
+    def _read(self, item: WriteItem) -> Any:
+        directory, place = self.places[item.index]
+        if item.type == WriteItemType.BYTE_IO:
+            return io.BytesIO(read_place(directory, place))
+        return read_tensor_at(directory, place, item.index.fqn)
+
+
 def _rank_tasks(
     writer: TrainWeightsWriter, contents: ShardedContents, size: int, names: Collection[str]
-) -> list[Callable[[], list[WriteResult]]]:
-    """Return the task of each rank: to read items from their places in the old files and write them into new files.
+) -> list[_RankTask]:
+    """Return the task of each rank.
 
     `names` are all names in the checkpoint: a rule for weights fits nothing in a directory of the optimizer alone.
     """
     items: list[list[WriteItem]] = [[] for _ in range(size)]
     owners = _owners(contents, size)
-    for name, entry in contents.metadata.state_dict_metadata.items():
-        for item in _items(name, entry):
-            items[owners[contents.places[item.index].file]].append(item)
+    for item in _items(contents):
+        items[owners[contents.places[item.index].file]].append(item)
     keys = contents.metadata.planner_data
     plans = writer.prepare_global_plan([SavePlan(rank_items, planner_data=keys) for rank_items in items], names)
-    places = [{item.index: contents.places[item.index] for item in plan.items} for plan in plans]
-    return [partial(_write_items_of_rank, contents.directory, *task) for task in zip(plans, places, strict=True)]
+    return [_RankTask(contents.directory, plan, plan.items, _places(contents, plan.items)) for plan in plans]
 
 
 def _owners(contents: ShardedContents, size: int) -> dict[str, int]:
@@ -267,17 +293,42 @@ def _read_items(directory: Path, places: Sequence[Place]) -> None:
         read_place(directory, place)
 
 
-def _write_items_of_rank(directory: Path, plan: SavePlan, places: Mapping[MetadataIndex, Place]) -> list[WriteResult]:
-    def read(item: WriteItem) -> Any:
-        if item.type == WriteItemType.BYTE_IO:
-            return io.BytesIO(read_place(directory, places[item.index]))
-        return read_tensor_at(directory, places[item.index], item.index.fqn)
+def _with_states(tasks: Sequence[_RankTask], other: ShardedContents, optimizer_class: str | None) -> list[_RankTask]:
+    """Give each rank the states of its weights at hand that lie in another directory, as a Trainer writes them."""
+    states = optimizer_states(other.metadata.state_dict_metadata)
+    items = [item for item in _items(other) if item.index.fqn in states]
+    saved = SavePlan(items, planner_data=other.metadata.planner_data)
+    plans = plan_tensors([saved], Policy(), None, (), optimizer_class, is_delta=False)
+    extended = []
+    for task in tasks:
+        orders: RankOrders = task.plan.storage_data
+        weights = [item for item in task.plan.items if is_weight(orders.plans.get(item.index.fqn))]
+        shards = {(orders.plans[item.index.fqn].name, item.index.offset) for item in weights}
+        names = {name for name, _ in shards}
 
-    return write_items(RankItems(directory, plan.items, read, plan.storage_data, at_hand=plan.items))
+        def is_needed(item: WriteItem, names: Collection[str] = names, shards: Collection[Any] = shards) -> bool:
+            parameter, offset = states[item.index.fqn].parameter, item.index.offset
+            return (parameter, offset) in shards if offset else parameter in names or item.index.fqn not in plans
+
+        at_hand = [item for item in items if is_needed(item)]
+        of_rank = {item.index.fqn: plans[item.index.fqn] for item in at_hand if item.index.fqn in plans}
+        plan = replace(task.plan, storage_data=replace(orders, plans={**of_rank, **orders.plans}))
+        places = {**task.places, **_places(other, at_hand)}
+        extended.append(replace(task, plan=plan, at_hand=[*task.at_hand, *at_hand], places=places))
+    return extended
 
 
-def _items(name: str, entry: TensorStorageMetadata | BytesStorageMetadata) -> list[WriteItem]:
-    if not isinstance(entry, TensorStorageMetadata):
-        return [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)]
-    shards = [TensorWriteData(chunk, entry.properties, entry.size) for chunk in entry.chunks]
-    return [WriteItem(MetadataIndex(name, x.chunk.offsets), WriteItemType.SHARD, tensor_data=x) for x in shards]
+def _places(contents: ShardedContents, items: Iterable[WriteItem]) -> dict[MetadataIndex, tuple[Path, Place]]:
+    return {item.index: (contents.directory, contents.places[item.index]) for item in items}
+
+
+def _items(contents: ShardedContents) -> list[WriteItem]:
+    """Return an item for each shard of each tensor and for each object."""
+    items = []
+    for name, entry in contents.metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
+            continue
+        shards = [TensorWriteData(chunk, entry.properties, entry.size) for chunk in entry.chunks]
+        items += [WriteItem(MetadataIndex(name, x.chunk.offsets), WriteItemType.SHARD, tensor_data=x) for x in shards]
+    return items

@@ -174,7 +174,7 @@ def test_states_of_an_optimizer_that_no_rule_names_are_exact(mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "step"), [("near-lossless", 0.5), ("compact", 1.0)])
+@pytest.mark.parametrize(("mode", "step"), [("near-lossless", 13 / 32), ("compact", 1.0)])
 def test_a_momentum_is_rounded_in_parts_of_its_rows(mode, step):
     state = trained("SGD")[1].state_dict()
     plan = Policy(mode).plan_optimizer(state)

@@ -91,11 +91,39 @@ def test_any_checkpoint_of_a_run_may_be_deleted(
     assert differing(load(tmp_path / "moved" / "2", state=whole_state(9)), expected) == []
 
 
-def test_anchors_are_hard_links(run: tuple[str, Path]) -> None:
-    _, directory = run
-    anchors = [next((directory / str(number)).glob("*.anchor")) for number in (1, 2)]
-    assert all(anchor.samefile(directory / "0" / "__0_0.distcp") for anchor in anchors)
-    assert list((directory / "0").glob("*.anchor")) == []
+def anchors_of(path: Path) -> set[str]:
+    """Return the names of the saves beside a checkpoint to whose weights it links."""
+    links = path.glob("*.anchor")
+    return {save.name for link in links for save in path.parent.iterdir() if link.samefile(save / "__0_0.distcp")}
+
+
+def test_exact_weights_go_back_to_the_first_save_and_rounded_ones_to_the_one_before(run: tuple[str, Path]) -> None:
+    mode, directory = run
+    found = [anchors_of(directory / str(number)) for number in range(3)]
+    assert found == [set(), {"0"}, {"0"} if mode == "lossless" else {"0", "1"}]
+
+
+def test_a_chain_of_rounded_saves_ends_where_reading_takes_five_files(tmp_path: Path) -> None:
+    weights = [torch.randn(64, 80, generator=torch.Generator().manual_seed(0))]
+    for number in range(8):
+        anchor = tmp_path / str(number - 1) if number else None
+        # The best checkpoint of a run is exact, and no other one refers to it.
+        rules = {"weight": "lossless"} if number == 2 else {}
+        save(tmp_path / str(number), {"model": {"w": weights[-1]}}, "near-lossless", anchor=anchor, rules=rules)
+        weights.append(weights[-1] + 1e-3 * torch.randn(64, 80, generator=torch.Generator().manual_seed(number)))
+    assert [len(anchors_of(tmp_path / str(number))) for number in range(8)] == [0, 1, 2, 2, 3, 4, 4, 4]
+    assert "2" not in anchors_of(tmp_path / "7")
+    found = load(tmp_path / "7", state={"model": {"w": torch.zeros(64, 80)}})["model"]["w"]
+    assert 0 < (found - weights[7]).abs().max() <= rows(tmp_path / "7")["model.w"]["bound"] * 1.0001
+
+
+def test_the_weights_of_a_rounded_difference_are_one_state_dict(run: tuple[str, Path]) -> None:
+    mode, directory = run
+    if mode == "lossless":
+        pytest.skip("only rounded differences become anchors")
+    weights = torch.load(directory / "1" / "__0_0.distcp", weights_only=True)
+    found = load(directory / "1", state=whole_state(9))
+    assert torch.equal(weights["model.up.weight[0:96,0:128]"], found["model"]["up.weight"])
 
 
 def test_the_weights_of_a_full_checkpoint_are_one_state_dict(run: tuple[str, Path]) -> None:

@@ -61,6 +61,23 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("optimizer", [None, "AdamW", "package.Other"])
+def test_weights_are_rounded_by_moments_in_the_directory_beside_them(tmp_path: Path, optimizer: str | None) -> None:
+    state = sample_state()
+    for values in state["optimizer"]["state"].values():
+        values["step"] = torch.tensor(1000.0)
+    save_as_trainer(state, tmp_path / "checkpoint-7", RANKS)
+    save_plain(state, tmp_path / "together", RANKS)
+    bounds = []
+    for path in (tmp_path / "checkpoint-7", tmp_path / "together"):
+        compress_directory(path, mode="compact", optimizer=optimizer)
+        manifest = read_manifest(path if path.name == "together" else path / "pytorch_model_fsdp_0")
+        rows = [row for entry in manifest.files.values() for row in entry.report.get("tensors", ())]
+        bounds.append({(row["path"], row.get("shard")): row["bound"] for row in rows if row["role"] == "weight"})
+    assert bounds[0].items() <= bounds[1].items()
+    assert any(bounds[0].values()) == (optimizer != "package.Other")
+
+
 def test_a_dcp_directory_by_itself_becomes_small_and_plain_again(tmp_path: Path) -> None:
     state = sample_state()
     save_plain(state, tmp_path / "dcp", ranks=3)

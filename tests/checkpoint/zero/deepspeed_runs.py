@@ -42,11 +42,17 @@ def whole_weights(model: Any, stage: int) -> dict[str, torch.Tensor]:
 
 
 def train(
-    rank: int, out: Path, stage: int, callbacks: tuple[Any, ...] = (), resume: str | None = None, **options: Any
+    rank: int,
+    out: Path,
+    stage: int,
+    callbacks: tuple[Any, ...] = (),
+    resume: str | None = None,
+    model: Any = None,
+    **options: Any,
 ) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
     """Train with a Trainer on all ranks; return the losses by step, and the weights."""
     set_up(rank)
     deepspeed_config = config(stage, train_micro_batch_size_per_gpu=2, **options.pop("config", {}))
-    trainer, losses = trainer_of(out, *callbacks, model=build(), deepspeed=deepspeed_config, **options)
+    trainer, losses = trainer_of(out, *callbacks, model=model or build(), deepspeed=deepspeed_config, **options)
     trainer.train(resume_from_checkpoint=resume)
     return losses.by_step, whole_weights(trainer.model, stage)

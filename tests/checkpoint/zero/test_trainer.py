@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint.trainers import STEPS, assert_equal
+import torch
+from checkpoint.trainers import STEPS, assert_equal, build
 from checkpoint.zero.deepspeed_runs import RANKS, needs_deepspeed, train
+from covering import by_default
 from ranks import run_ranks
 
 from hf_trainweights import TrainWeightsCheckpointCallback, latest
@@ -43,3 +45,36 @@ def test_checkpoints_become_small_and_an_unmodified_trainer_resumes_from_them(tm
     resumed = run_ranks(RANKS, resume, tmp_path / "small", stage, 4, timeout_seconds=400)
     assert_equal(resumed[0][1], plain[0][1])
     assert all(resumed[0][0][step] == plain[0][0][step] for step in range(5, STEPS + 1))
+
+
+def with_adapters() -> Any:
+    """Return the model with LoRA's adapters, which are large enough to be rounded, on a frozen base."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    return get_peft_model(build(), LoraConfig(r=64, target_modules=["q_proj", "up_proj"]))
+
+
+def train_adapters(rank: int, out: Path, mode: str | None, resume: str | None) -> tuple[Any, ...]:
+    callbacks = (TrainWeightsCheckpointCallback(mode=mode),) if mode else ()
+    return train(rank, out, 2, callbacks, resume, model=with_adapters())
+
+
+@pytest.mark.parametrize("mode", by_default(("lossless",), ("lossless", "near-lossless")))
+def test_adapters_resume_and_their_base_is_stored_once(tmp_path: Path, mode: str) -> None:
+    plain = run_ranks(RANKS, train_adapters, tmp_path / "plain", None, None, timeout_seconds=400)
+    run_ranks(RANKS, train_adapters, tmp_path / "small", mode, None, timeout_seconds=400)
+    for step in range(2, STEPS + 1, 2):
+        checkpoint = tmp_path / "small" / f"checkpoint-{step}"
+        assert verify_checkpoint(checkpoint).ok
+        assert size_bytes(checkpoint) < 0.9 * size_bytes(tmp_path / "plain" / checkpoint.name)
+        adapters = (tmp_path / "plain" / checkpoint.name / "adapter_model.safetensors").read_bytes()
+        assert mode != "lossless" or (checkpoint / "adapter_model.safetensors").read_bytes() == adapters
+    resumed = run_ranks(
+        RANKS, train_adapters, tmp_path / "small", None, str(tmp_path / "small" / "checkpoint-4"), timeout_seconds=400
+    )
+    if mode == "lossless":
+        assert_equal(resumed[0][1], plain[0][1])
+        assert all(resumed[0][0][step] == plain[0][0][step] for step in range(5, STEPS + 1))
+    else:
+        assert all(abs(resumed[0][0][step] - plain[0][0][step]) < 0.01 for step in range(5, STEPS + 1))
