@@ -221,7 +221,7 @@ def test_embeddings_that_mlx_quantizes_stay_quantized(architecture: str, tmp_pat
 
 def test_models_whose_norms_mlx_changes_are_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"model_type: expected a model whose float weights .* qwen3_next"):
-        layout_of({**mlx().config, "model_type": "qwen3_next"}, {})
+        layout_of({**mlx().config, "model_type": "qwen3_next"}, {}, {})
 
 
 @pytest.mark.slow
@@ -239,7 +239,7 @@ def test_weights_of_gptq_may_have_other_bits_and_groups(tmp_path: Path) -> None:
 
 
 def read_gptq(config: dict[str, Any], tensors: Tensors) -> QuantizedTensor:
-    weight = layout_of(config, {}).read("m", {leaf: tensor.contiguous() for leaf, tensor in tensors.items()})
+    weight = layout_of(config, {}, {}).read("m", {leaf: tensor.contiguous() for leaf, tensor in tensors.items()})
     assert weight is not None
     return weight
 

@@ -120,7 +120,9 @@ class ImportedWeights(Target):
         return ChangedWeight(name, config, stream.getvalue(), kind >= 0.5)
 
     def run(self, given: ChangedWeight) -> Outcome:
-        weight = layout_of(given.config, METADATA).read(_MODULE, torch.load(io.BytesIO(given.tensors)))
+        weight = layout_of(given.config, METADATA, {_MODULE: _SHAPE}).read(
+            _MODULE, torch.load(io.BytesIO(given.tensors))
+        )
         if weight is None or weight.shape != _SHAPE:  # which the load compares with config.json
             return Outcome.REFUSED
         found = weight.dequantize(torch.float32)
