@@ -11,6 +11,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES
 from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
+from covering import exhaustive
 from imports.number_writers import bitsandbytes, float4, floats, hqq, mlx, modelopt, random
 from imports.test_directory import assert_stands_for, load
 from imports.writers import Layout, Tensors, awq, by_activations, float8, gptq, words_along, write_model
@@ -87,6 +88,38 @@ def test_blocks_of_float8_compute_as_the_model_that_transformers_dequantizes(tmp
     write_model(source, float8("fp8", "weight_scale_inv", "block", 32))
     import_directory(source, out)
     assert_computes_as(out, AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exponents", [False, *exhaustive(True)], ids=["floats", "exponents"])
+def test_blocks_of_experts_in_one_tensor_are_read(exponents: bool, tmp_path: Path) -> None:
+    source, out, block = tmp_path / "source", tmp_path / "out", 32
+    expected: Tensors = {}
+    ARCHITECTURES["qwen3_moe"].build(torch.bfloat16).save_pretrained(source)
+
+    def merge(tensors: Tensors) -> Tensors:
+        merged = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+        for layer in {name.partition(".experts.")[0] for name in tensors.keys() - merged.keys()}:
+            for weight, matrices in {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.items():
+                rows = [
+                    torch.cat([tensors[f"{layer}.experts.{expert}.{matrix}.weight"] for matrix in matrices])
+                    for expert in range(4)
+                ]
+                codes = torch.stack(rows).float().mul(100).to(torch.float8_e4m3fn)
+                scale = random(*(-(-size // block) if i else size for i, size in enumerate(codes.shape)), bits=4) + 1.0
+                scale = torch.exp2(scale - 12) if exponents else scale / 777
+                merged |= {f"{layer}.experts.{weight}": codes, f"{layer}.experts.{weight}_scale_inv": scale}
+                wide = scale.repeat_interleave(block, 1)[:, : codes.shape[1]].repeat_interleave(block, 2)
+                expected[f"{layer}.experts.{weight}"] = codes.float() * wide[..., : codes.shape[2]]
+        return merged
+
+    config = {"quant_method": "fp8", "weight_block_size": [block, block], "modules_to_not_convert": ["re:.*self_attn.*"]}
+    change(source, merge, {"quantization_config": config})
+    import_directory(source, out)
+    weights = quantized_weights(load(out))
+    assert {str(weight.format) for weight in weights.values()} == {f"float8_e4m3 g{block}"}
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weight.dequantize(torch.float32), expected[name]) for name, weight in weights.items())
 
 
 LAYOUTS = {
