@@ -113,8 +113,7 @@ def test_blocks_of_experts_in_one_tensor_are_read(exponents: bool, tmp_path: Pat
                 expected[f"{layer}.experts.{weight}"] = codes.float() * wide[..., : codes.shape[2]]
         return merged
 
-    config = {"quant_method": "fp8", "weight_block_size": [block, block], "modules_to_not_convert": ["re:.*self_attn.*"]}
-    change(source, merge, {"quantization_config": config})
+    change(source, merge, {"quantization_config": {"quant_method": "fp8", "weight_block_size": [block, block]}})
     import_directory(source, out)
     weights = quantized_weights(load(out))
     assert {str(weight.format) for weight in weights.values()} == {f"float8_e4m3 g{block}"}
