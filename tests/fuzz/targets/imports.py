@@ -19,6 +19,7 @@ from torch import Tensor
 from hf_trainweights import import_directory, verify_model
 from hf_trainweights.errors import TrainWeightsError
 from hf_trainweights.imports.layouts import layout_of
+from hf_trainweights.imports.layouts.quanto import MAP_NAME
 from tests.fuzz.directories import Content, read_tree, write_tree
 from tests.fuzz.model_corpus import change_header, change_kind, change_raw, change_tensors
 from tests.fuzz.mutate_bytes import change_bytes
@@ -201,15 +202,16 @@ def import_whole_or_not_at_all(source: Path, directory: Path) -> Outcome:
 
 
 def _change_config(rng: random.Random, saved: dict[str, Content], tree: dict[str, Content]) -> None:
-    """Change what config.json says about the quantization."""
-    config = json.loads(saved["config.json"])
-    change_json(rng, config["quantization_config"], _KEYS, _VALUES)
-    tree["config.json"] = json.dumps(config).encode()
+    """Change what config.json, or the file beside it, says about the quantization."""
+    file = MAP_NAME if MAP_NAME in saved else "config.json"
+    config = json.loads(saved[file])
+    change_json(rng, config.get("quantization_config", config), _KEYS, _VALUES)
+    tree[file] = json.dumps(config).encode()
 
 
 def _change_model(rng: random.Random, saved: dict[str, Content], tree: dict[str, Content]) -> None:
     """Change what config.json says about the model."""
     config = json.loads(saved["config.json"])
-    described = config.pop("quantization_config")
+    kept = {key: config.pop(key) for key in ("quantization_config",) if key in config}
     change_json(rng, config, _MODEL_KEYS, _MODEL_VALUES)
-    tree["config.json"] = json.dumps({**config, "quantization_config": described}).encode()
+    tree["config.json"] = json.dumps({**config, **kept}).encode()
