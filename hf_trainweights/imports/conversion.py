@@ -249,7 +249,7 @@ def _converted(
             yield flatten_weight(name, weight.map(spill.keep), default=None)
             leaves = {leaf: name for leaf, name in leaves.items() if leaf not in layout.leaves and leaf != "weight"}
         if module not in expert_modules:
-            yield {name: source.tensor(name) for name in leaves.values()}
+            yield {name: layout.float_tensor(name, source.tensor(name)) for name in leaves.values()}
     for name, (shape, matrices) in experts.items():
         weights = (_read(source, layout, module, modules.get(module, {})) for module in matrices)
         spilled = (None if weight is None else weight.map(spill.keep) for weight in weights)

@@ -18,7 +18,7 @@ from imports.writers import Layout, Tensors, awq, by_activations, float8, gptq, 
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3NextConfig, Qwen3NextForCausalLM
 
 from hf_trainweights import QuantizedTensor, import_directory
 from hf_trainweights.errors import UnsupportedError
@@ -252,8 +252,49 @@ def test_embeddings_that_mlx_quantizes_stay_quantized(architecture: str, tmp_pat
 
 
 def test_models_whose_norms_mlx_changes_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"model_type: expected a model whose float weights .* qwen3_next"):
-        layout_of({**mlx().config, "model_type": "qwen3_next"}, {}, {})
+    with pytest.raises(UnsupportedError, match=r"model_type: expected a model whose float weights .* qwen3_5"):
+        layout_of({**mlx().config, "model_type": "qwen3_5"}, {}, {})
+    layout = layout_of({**mlx().config, "model_type": "qwen3_next"}, {}, {})
+    with pytest.raises(UnsupportedError, match=r"model\.norm\.weight: expected a norm from which 1 can be subtracted"):
+        layout.float_tensor("model.norm.weight", torch.tensor([1.0, 0.001], dtype=torch.bfloat16))
+
+
+QWEN3_NEXT: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64,
+    "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 32, "linear_num_value_heads": 2, "linear_num_key_heads": 2,
+    "linear_key_head_dim": 32, "linear_value_head_dim": 32, "shared_expert_intermediate_size": 64,
+    "num_experts": 4, "num_experts_per_tok": 2, "bos_token_id": None, "eos_token_id": None,
+}
+
+
+@pytest.mark.slow
+def test_norms_and_convolutions_that_mlx_changes_are_changed_back(tmp_path: Path) -> None:
+    source, layout, expected = tmp_path / "source", mlx(4, 32), {}
+    model = Qwen3NextForCausalLM(Qwen3NextConfig(**QWEN3_NEXT)).to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.normal_(-0.3, 0.2, generator=torch.Generator().manual_seed(len(name)))
+    model.save_pretrained(source)
+
+    def convert(tensors: Tensors) -> Tensors:
+        converted = {}
+        for name, tensor in tensors.items():
+            module = name.rpartition(".")[0]
+            expected[name] = tensor
+            if module.endswith(("_proj", "in_proj_qkvz", "in_proj_ba")):
+                parts, expected[name] = layout.write(tensor)
+                converted |= {f"{module}.{part}": stored for part, stored in parts.items()}
+            elif module.endswith(("layernorm", "q_norm", "k_norm", "model.norm")):
+                converted[name] = tensor + 1.0
+                expected[name] = (converted[name].float() - 1).to(tensor.dtype)
+            else:
+                converted[name] = tensor.movedim(2, 1) if module.endswith("conv1d") else tensor
+        return stacked(converted, "mlp", {})
+
+    change(source, convert, {"quantization": {key: layout.config[key] for key in ("bits", "group_size")}})
+    import_directory(source, tmp_path / "out")
+    assert_stands_for(tmp_path / "out", expected)
 
 
 @pytest.mark.slow

@@ -65,6 +65,14 @@ class Layout(ABC):
         del name, count
         return None
 
+    def float_tensor(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a tensor that belongs to no quantized weight as Transformers' class has it, by its name in the source.
+
+        UnsupportedError: its dtype does not hold the values that the class has.
+        """
+        del name
+        return tensor
+
     def read(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor | None:
         """Return the weight of a module, or None if it is not quantized; it raises the errors of `weight`."""
         plain = tensors.get("weight")
