@@ -598,6 +598,7 @@ def test_one_tensor_under_two_names_is_written_twice(source: Path, out: Path) ->
             r"config\.json: expected a model whose weights \d+ bytes can hold, found \d+ weights, most of them in .*",
         ),
         ({"rope_parameters": {"rope_type": "x"}}, r"config\.json: expected what LlamaForCausalLM can be built of"),
+        ({"intermediate_size": 0}, r"model\.layers\.0\.mlp\.\w+\.weight"),
     ],
 )
 def test_a_model_that_cannot_be_built_or_filled_is_refused(

@@ -260,11 +260,24 @@ def test_models_whose_norms_mlx_changes_are_refused() -> None:
 
 
 QWEN3_NEXT: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64,
-    "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 2,
-    "num_key_value_heads": 2, "head_dim": 32, "linear_num_value_heads": 2, "linear_num_key_heads": 2,
-    "linear_key_head_dim": 32, "linear_value_head_dim": 32, "shared_expert_intermediate_size": 64,
-    "num_experts": 4, "num_experts_per_tok": 2, "bos_token_id": None, "eos_token_id": None,
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "shared_expert_intermediate_size": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "bos_token_id": None,
+    "eos_token_id": None,
 }
 
 
