@@ -18,6 +18,7 @@ from hf_trainweights.models.loading.saved_models import check_config
 
 OPTIONAL = {
     *(("gptq", "g_idx"), ("gptq-3-bits-asymmetric", "g_idx"), ("bitsandbytes", "weight_format")),
+    *(("gptq-planar-3-bits", "g_idx"), ("gptq-planar-5-bits", "g_idx")),
     # The load finds that the weight is missing: other modules have a `scale` too.
     *(("fp8-exponents", "weight"), ("fp8-experts", "weight")),
 }
