@@ -101,7 +101,7 @@ class Format(ABC):
         return self
 
     def import_only_refusal(self) -> tuple[str, str, str] | None:
-        """Return what an error expects, finds and advises if floats cannot be quantized to this format, else None."""
+        """Return the expectation, finding and advice of an error if this format is import-only, else None."""
         if not self.is_import_only:
             return None
         found = f"{self}, whose weights come from files of other programs"

@@ -190,7 +190,8 @@ def quanto(kind: str, group_size: int = 32, shift_dtype: torch.dtype = torch.bfl
             codes, scale = codes.view(torch.int8), floats(N, 1, dtype=torch.bfloat16)
             return {"weight._data": codes, "weight._scale": scale}, scaled(codes, scale, torch.float32, scale.dtype)
         groups = N * K // group_size
-        scale, shift = floats(groups, 1, dtype=torch.bfloat16), floats(groups, 1, size=0.1).to(torch.bfloat16)
+        # Of the other sign, so that no difference is near 0, where roundings in another dtype would show.
+        scale, shift = floats(groups, 1, dtype=torch.bfloat16), -floats(groups, 1, dtype=torch.bfloat16, size=0.1)
         rows = codes.view(groups, group_size)
         packed = sum(part << bits * number for number, part in enumerate(rows.chunk(8 // bits)))
         tensors = {"weight._data._data": packed, "weight._scale": scale, "weight._shift": shift}

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from imports.number_writers import LAYOUTS
-from imports.writers import METADATA, write_model
+from imports.writers import METADATA, Tensors, write_model
 from torch import Tensor
 
 from hf_trainweights import import_directory, verify_model
@@ -121,17 +121,22 @@ class ImportedWeights(Target):
         return ChangedWeight(name, config, stream.getvalue(), kind >= 0.5)
 
     def run(self, given: ChangedWeight) -> Outcome:
-        weight = layout_of(given.config, METADATA, {_MODULE: _SHAPE}).read(
-            _MODULE, torch.load(io.BytesIO(given.tensors))
-        )
+        tensors = torch.load(io.BytesIO(given.tensors))
+        weight = layout_of(given.config, METADATA, {_MODULE: _SHAPE}).read(_MODULE, tensors)
         if weight is None or weight.shape != _SHAPE:  # which the load compares with config.json
             return Outcome.REFUSED
         found = weight.dequantize(torch.float32)
-        if given.same_values:
+        if given.same_values and not _are_exponents_floats(self.written[given.layout][0], tensors):
             wanted = self.written[given.layout][1].float()
             if not torch.allclose(found, wanted, rtol=_TOLERANCE, atol=1e-6):
                 raise BrokenPromiseError(f"{given.layout} is read as another weight")
         return Outcome.ACCEPTED
+
+
+def _are_exponents_floats(written: Tensors, tensors: Tensors) -> bool:
+    """Return whether scales are floats that were exponents in bytes: as floats the same numbers are other scales."""
+    pairs = [(written[leaf], tensor) for leaf, tensor in tensors.items() if "scale" in leaf]
+    return any(before.dtype == torch.uint8 and after.is_floating_point() for before, after in pairs)
 
 
 def _damaged(rng: random.Random, tensor: Tensor) -> Tensor:
