@@ -85,6 +85,28 @@ def embeddings() -> str:
     return f"{table(header, rows)}\n\n{caption}"
 
 
+def host_time() -> str:
+    """Return the time beside the arithmetic, of compiled steps and of one product."""
+    report = read("host_time")
+    steps, unit = report["step"], report["step"]["float"]
+    rows = [
+        [
+            f"compiled step, {name}",
+            f"{row['us'] / unit['us']:.2f}",
+            f"{row['python_calls'] / unit['python_calls']:.2f}",
+            f"{row['guards_on_weights']:.0f}",
+        ]
+        for name, row in steps.items()
+    ]
+    rows += [
+        [f"F.linear, 64 x 64, {dtype}, int8", f"{row['int8'] / row['float']:.2f}", "", ""]
+        for dtype, row in report["product"].items()
+    ]
+    header = ["", "time, of float's", "Python calls, of float's", "guards on weights"]
+    caption = f"{report['cpu']}, one thread. A step is one token of a Llama with 12 layers of width 32 in bfloat16."
+    return f"{table(header, rows)}\n\n{caption}"
+
+
 def gguf_import() -> str:
     """Return the format of each kind of GGUF blocks."""
     report = read("gguf_import")
@@ -822,6 +844,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality": quality,
     "curve": curve,
     "embeddings": embeddings,
+    "host-time": host_time,
     "gguf_import": gguf_import,
     "calibration": calibration,
     "cuda-products": cuda_products,

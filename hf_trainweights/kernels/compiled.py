@@ -173,10 +173,15 @@ class Product:
     """
 
     def __init__(self, library: ctypes.CDLL, weight: Weight, dtype: torch.dtype, most_rows: int) -> None:
-        self._library, self._weight, self._dtype, self.most_rows = library, weight, dtype, most_rows
+        self.library, self._weight, self._dtype, self.most_rows = library, weight, dtype, most_rows
         self._address = ctypes.addressof(weight)
         self._N, self.columns = weight.N, weight.K
         self._size = functools.lru_cache(_SIZES)(functools.partial(library.product_bytes, self._address))
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The fields of `Weight` but for N."""
+        return tuple(getattr(self._weight, name) for name, *_ in Weight._fields_[1:])
 
     def __call__(self, qdata: Tensor, scale: Tensor, groups: Groups, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return `F.linear(x, weight, bias)` of contiguous tensors on the CPU, with the dtypes that `find` was given.
@@ -193,7 +198,7 @@ class Product:
         scratch = SCRATCH.take("compiled", self._size(M, threads))
         out = x.new_empty(*x.shape[:-1], self._N)
         pointers = (x_at, codes_at, scales_at, bias_at, out.data_ptr())
-        self._library.product(self._address, *pointers, M, threads, scratch.data_ptr(), *[*groups_at, *_NONE][:OTHERS])
+        self.library.product(self._address, *pointers, M, threads, scratch.data_ptr(), *[*groups_at, *_NONE][:OTHERS])
         return out
 
     def dequantize(self, qdata: Tensor, scale: Tensor, groups: Groups, rows: slice) -> Tensor:
@@ -201,12 +206,10 @@ class Product:
         first, count, threads = rows.start, min(rows.stop, self._N) - rows.start, torch.get_num_threads()
         size_bytes = count * self.columns * self._dtype.itemsize
         out = SCRATCH.take("weight", size_bytes)[:size_bytes].view(self._dtype).view(count, self.columns)
-        memory = SCRATCH.take("compiled", self._library.dequantized_bytes(self._address, threads)).data_ptr()
+        memory = SCRATCH.take("compiled", self.library.dequantized_bytes(self._address, threads)).data_ptr()
         groups_at = [tensor.data_ptr() for tensor in groups]
         pointers = (qdata.data_ptr(), scale.data_ptr(), out.data_ptr())
-        self._library.dequantize(
-            self._address, *pointers, first, count, threads, memory, *[*groups_at, *_NONE][:OTHERS]
-        )
+        self.library.dequantize(self._address, *pointers, first, count, threads, memory, *[*groups_at, *_NONE][:OTHERS])
         return out
 
 

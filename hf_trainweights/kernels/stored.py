@@ -27,7 +27,7 @@ from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.wrapper import Wrapper
-from hf_trainweights.kernels import compiled, cuda
+from hf_trainweights.kernels import compiled, cuda, product_op
 from hf_trainweights.kernels.arguments import DEBUG, MultiplyFew, check_allocated, check_product, only_fitting
 from hf_trainweights.kernels.cpu_features import ALL, is_rounding, most_rows, product_dtype
 
@@ -71,7 +71,12 @@ def linear(x: Tensor, held: Mapping[str, Tensor], form: Format, bias: Tensor | N
     if x.device != qdata.device or not (on_cpu or _has_gpu_kernels(form, qdata, scale, x.dtype)):
         return None
     # A slice of every other row is not contiguous, and PyTorch's ops read some tensors by their address alone.
-    return LINEAR(x, [held[name].contiguous() for name in form.tensor_names], bias, _config_of(form))
+    tensors = [held[name].contiguous() for name in form.tensor_names]
+    if on_cpu and type(x) is not Tensor and not torch.compiler.is_exporting():
+        out = product_op.multiply(x, tensors, form, bias)
+        if out is not None:
+            return out
+    return LINEAR(x, tensors, bias, _config_of(form))
 
 
 def _has_gpu_kernels(form: Format, qdata: Tensor, scale: Tensor, dtype: torch.dtype) -> TypeGuard[Int8 | Int4]:
@@ -111,6 +116,9 @@ def prepare_few_rows(held: Mapping[str, Tensor], form: Format, dtype: torch.dtyp
     product = compiled.find(form, N, K, dtype, scale.dtype) if qdata.device.type == "cpu" else None
     if product is None:
         return None
+    multiply_few = None if DEBUG else product_op.prepare(product, qdata, scale, others)
+    if multiply_few is not None:
+        return multiply_few
     multiply_few = functools.partial(product, qdata, scale, tuple(others))
     return only_fitting(multiply_few, held, form, dtype, product.most_rows)
 

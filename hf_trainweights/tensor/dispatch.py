@@ -26,6 +26,10 @@ HANDLERS: dict[Any, Callable[..., Any]] = {}
 # its result leaves the case to the ops.
 REPLACEMENTS: dict[Any, Callable[..., Any]] = {}
 
+# Likewise, tried before them, with None as the result that leaves the case to them: to look at a tensor within one of
+# them takes PyTorch a context, half a microsecond.
+AT_ONCE: dict[Any, Callable[..., Any]] = {}
+
 # How often each op without a handler has dequantized its weights in this process.
 FALLBACKS: Counter[str] = Counter()
 

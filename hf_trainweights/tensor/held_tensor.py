@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, overload
 
@@ -21,7 +22,7 @@ class Held:
     never changes, and everything else can be made of it again.
     """
 
-    __slots__ = ("cast", "multiply_few", "tensors")
+    __slots__ = ("_aliases", "cast", "multiply_few", "tensors")
 
     def __init__(self, tensors: dict[str, Tensor]):
         self.tensors = tensors
@@ -29,6 +30,16 @@ class Held:
         self.multiply_few: MultiplyFew | None = None
         # The weight in the dtype of autocast, with the same tensors; None until the first product in autocast.
         self.cast: HeldTensor | None = None
+        self._aliases: list[nn.Parameter] | None = None
+
+    @property
+    def aliases(self) -> list[nn.Parameter]:
+        """Parameters with the memory of the stored tensors: Dynamo takes those of a module to stay where they are."""
+        if self._aliases is None:
+            # Tensors that are made in inference mode could not be saved for a gradient later.
+            with torch.inference_mode(False), torch.no_grad():
+                self._aliases = [nn.Parameter(tensor, requires_grad=False) for tensor in self.tensors.values()]
+        return self._aliases
 
 
 def _stored_tensor(name: str) -> Any:
@@ -197,7 +208,14 @@ class HeldTensor(Tensor):
         """Replace the stored tensors by others of this weight's format, shape and device, which are not copied."""
         # Objects that `held` has prepared for products are left out: they may be for a weight of another dtype.
         self.held = Held(held.tensors)
+        for module in list(vars(self).get("_modules", ())):
+            module._parameters.changed()
         return self
+
+    @property
+    def modules(self) -> weakref.WeakSet[Any]:
+        """The modules that show Dynamo what the weight holds; see `traced_modules`."""
+        return vars(self).setdefault("_modules", weakref.WeakSet())
 
 
 @functools.lru_cache

@@ -12,6 +12,7 @@ from torch import nn
 
 from hf_trainweights.tensor.distributed.placements import is_distributed, local_tensor, with_local
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor, unsupported_by_torchscript
+from hf_trainweights.tensor.traced_modules import watch_parameters
 
 
 def as_parameter(weight: QuantizedTensor) -> nn.Parameter:
@@ -100,6 +101,7 @@ def describe(module: nn.Module, name: str, parameter: nn.Parameter | None) -> No
         if "extra_repr" not in own:
             own["extra_repr"] = Description(module)
         own["__prepare_scriptable__"] = refuse_torchscript
+        watch_parameters(module)
     elif own.get("__prepare_scriptable__") is refuse_torchscript:
         others = (weight for key, weight in module.named_parameters(recurse=False) if key != name)
         if not any(isinstance(weight, QuantizedTensor) for weight in others):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hf_trainweights.errors import CorruptFileError, UnsupportedError
 from hf_trainweights.formats import get_format
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
-from hf_trainweights.tensor.dispatch import REPLACEMENTS, dispatch
+from hf_trainweights.tensor.dispatch import AT_ONCE, REPLACEMENTS, dispatch
 from hf_trainweights.tensor.distributed.sharding import ShardedTensor
 from hf_trainweights.tensor.held_tensor import Held
 from hf_trainweights.tensor.read_only import dlpack_of_copy
@@ -153,6 +153,11 @@ class QuantizedTensor(ShardedTensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        at_once = AT_ONCE.get(func)
+        if at_once is not None:
+            result = at_once(*args) if kwargs is None else at_once(*args, **kwargs)
+            if result is not None:
+                return result
         # At lower levels a trace cannot be recognized any more, and it would save garbage for this tensor.
         if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]  (documented)
             raise unsupported_by_torchscript()

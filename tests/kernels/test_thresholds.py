@@ -29,7 +29,7 @@ from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.uint import UInt3, UInt4
-from hf_trainweights.kernels import compiled, linear, prepare_few_rows, slowness, stored
+from hf_trainweights.kernels import compiled, linear, prepare_few_rows, product_op, slowness, stored
 from hf_trainweights.kernels.cpu_features import ALL
 
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
@@ -100,6 +100,7 @@ def test_both_ways_to_a_product_change_at_the_same_row(cpu: str, kind: str, monk
     form, taken = KINDS[kind], []
     tensors = form.quantize(random_weight(64, 128).bfloat16())
     limit = most_rows(form, BFLOAT16)
+    monkeypatch.setattr(product_op, "serves", lambda product: False)
     monkeypatch.setattr(compiled.Product, "__call__", lambda *args: taken.append(len(args[4])) or args[4])
     monkeypatch.setattr(stored, "multiply_dequantized", lambda x, *_: x)
     rows = (1, 2, 16, 17, 48, 49, 64, 65, 128, 129, 256, 257)
@@ -132,6 +133,7 @@ def test_pytorchs_op_for_int8_serves_few_rows_of_16_bits_where_nothing_is_compil
     use_cpu(ICE_LAKE, monkeypatch, is_compiled)
     taken: list[bool] = []
     monkeypatch.setattr(stored, "_multiply_packed", lambda x, *_: taken.append(True) or x)
+    monkeypatch.setattr(product_op, "serves", lambda product: False)
     monkeypatch.setattr(compiled.Product, "__call__", lambda *args: args[4])
     linear(torch.ones(rows, 128, dtype=dtype), form.quantize(random_weight(64, 128).to(dtype)), form, None)
     assert bool(taken) == (expected and not is_compiled)

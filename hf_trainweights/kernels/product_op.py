@@ -1,0 +1,203 @@
+"""The ops by which compiled programs multiply on a CPU: PyTorch's dispatcher calls C, and no line of Python runs.
+
+`native/op.c` has both: `product`, and `imported_product` for weights in formats of other programs. PyTorch exports the
+functions that they need from version 2.8 on. If they are not compiled, the op `hf_trainweights::linear` serves, which
+runs in Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from hf_trainweights.formats.base import Format
+from hf_trainweights.kernels import compiled
+from hf_trainweights.kernels.arguments import MultiplyFew
+from hf_trainweights.kernels.compiled import Product
+from hf_trainweights.kernels.cpu_features import ALL
+from hf_trainweights.native_library import load_library
+
+# As OP_ABI in native/op.c.
+_ABI = 1
+_PATH = Path(__file__).parent / "native" / "op.so"
+_SHIM = (
+    *("get_dtype", "get_dim", "get_sizes", "get_numel", "is_contiguous", "get_data_ptr", "delete_tensor_object"),
+    *("empty_strided", "library_init_impl", "library_impl"),
+)
+# The first fields of `Torch` in native/op.c: names that libtorch and the libraries below it export.
+_EXPORTED = (
+    *(f"aoti_torch_{name}" for name in _SHIM),
+    "_ZN2at15get_num_threadsEv",  # at::get_num_threads
+    "_ZN3c106detail14torchCheckFailEPKcS2_jS2_",  # c10::detail::torchCheckFail
+    "_ZdlPv",  # operator delete
+)
+
+# The bits that each field of `Weight` but N takes in an argument, the first field in the lowest bits. Formats of other
+# programs have a second argument for the last fields.
+_WIDTHS = ((17, 17, 2, 2, 2, 4, 8, 8, 1), (2, 4, 3, 4, 1, 17))
+# The stored tensors beside codes and scales that each op takes, and its numbers.
+_OPS = {"product": (2, ("weight",)), "imported_product": (compiled.OTHERS, ("weight", "imported"))}
+
+
+class _BuiltinOverload(OpOverload):
+    """An op that Python calls as a builtin: `OpOverload.__call__` takes .3 us, and does no more than this."""
+
+
+def multiply(x: Tensor, tensors: Sequence[Tensor], form: Format, bias: Tensor | None) -> Tensor | None:
+    """Return the product as an op of a program, or None if the op does not serve these arguments.
+
+    Args:
+        x: `[*, K]`, a tensor that a compiler traces with, on the CPU.
+        tensors: The stored tensors of a weight `[N, K]`, in the order of the format's `tensor_names`; contiguous.
+        form: Their format.
+        bias: `[N]` or None.
+    """
+    N, K = form.shape_of(tensors[0])
+    if not (type(N) is type(K) is int) or x.dim() == 0:
+        return None
+    product = compiled.find(form, N, K, x.dtype, tensors[1].dtype)
+    if product is None or not serves(product):
+        return None
+    M = x.numel() // K
+    if product.most_rows < ALL and not (type(M) is int and product.most_rows >= M):
+        return None
+    qdata, scale, *others = tensors
+    op, arguments = bind(product, others)
+    return op(x.contiguous(), qdata, scale, None if bias is None else bias.contiguous(), *arguments)
+
+
+def bind(product: Product, others: Sequence[Tensor]) -> tuple[Any, tuple[Tensor | int | None, ...]]:
+    """Return the op for weights of a product, and its arguments behind x, codes, scales and bias.
+
+    Args:
+        product: The product of the weights.
+        others: The stored tensors behind codes and scales, in the order of the format's `tensor_names`.
+    """
+    own_widths, imported_widths = _WIDTHS
+    own = _pack(product.numbers[: len(own_widths)], own_widths)
+    imported = _pack(product.numbers[len(own_widths) :], imported_widths)
+    # 0 describes no format of another program: `family` is 0.
+    name = "imported_product" if imported else "product"
+    count, _ = _OPS[name]
+    missing = (None,) * (count - len(others))
+    return _ops()[name], (*others, *missing, own, *((imported,) if imported else ()))
+
+
+def _pack(values: Sequence[int], widths: Sequence[int]) -> int:
+    packed = 0
+    for value, width in zip(reversed(values), reversed(widths), strict=True):
+        assert 0 <= value < 1 << width
+        packed = packed << width | value
+    return packed
+
+
+def serves(product: Product) -> bool:
+    """Return whether an op calls the library of a product."""
+    return _register(product.library)
+
+
+def prepare(product: Product, qdata: Tensor, scale: Tensor, groups: Sequence[Tensor]) -> MultiplyFew | None:
+    """Return the product of one weight with any x and bias that the op serves, and None for others; None without it.
+
+    The op checks its arguments itself: the same checks in Python would take as long as a small product.
+    """
+    if not serves(product):
+        return None
+    op, arguments = bind(product, groups)
+    most_elements = min(sys.maxsize, product.most_rows * product.columns)
+
+    def multiply_prepared(x: Tensor, bias: Tensor | None) -> Tensor | None:
+        if not x.is_cpu or x.numel() > most_elements:
+            return None
+        try:
+            return op(x, qdata, scale, bias, *arguments)
+        except RuntimeError:
+            return None
+
+    return multiply_prepared
+
+
+def describe() -> str:
+    """Return a text that changes with all that decides whether programs call the op, and how."""
+    library = compiled.loaded_library()
+    return f"{[_schema(name) for name in _OPS]}, {compiled.describe()}, {library is not None and _register(library)}"
+
+
+def _register(library: ctypes.CDLL) -> bool:
+    """Let the ops call a library of products, and return whether they do; they are registered once in a process."""
+    op_library, addresses = _library(), _exported()
+    if op_library is None or addresses is None:
+        return False
+    if _SERVING.get("library") is not library:
+        own = [_address(library.product), _address(library.product_bytes)]
+        names = (f"aoti_torch_dtype_{str(dtype).removeprefix('torch.')}" for dtype in compiled.DTYPES)
+        fields = [*addresses, *own, *(getattr(_torch_library(), name)() for name in names)]
+        _ops()
+        if op_library.register_op((ctypes.c_void_p * len(fields))(*fields)):
+            return False
+        _SERVING["library"] = library
+    return True
+
+
+# The library of products that the ops call. It is another one only where a test takes the place of another CPU.
+_SERVING: dict[str, ctypes.CDLL] = {}
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    return load_library(_PATH, {"register_op": "ip"}, _ABI)
+
+
+@functools.cache
+def _exported() -> tuple[int, ...] | None:
+    """Return the addresses of `_EXPORTED`; None if a name is missing."""
+    try:
+        torch_library = _torch_library()
+        return tuple(_address(getattr(torch_library, name)) for name in _EXPORTED)
+    except (OSError, AttributeError):
+        return None
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+@functools.cache
+def _torch_library() -> ctypes.CDLL:
+    folder = Path(torch.__file__).parent / "lib"
+    return ctypes.CDLL(str(next(folder.glob("libtorch_cpu.*"))))
+
+
+@functools.cache
+def _ops() -> dict[str, Any]:
+    """Define the ops in PyTorch's dispatcher, and return them by name."""
+    ops: dict[str, Any] = {}
+    for name in _OPS:
+        _LIBRARY.define(_schema(name), tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
+        # Programs and `prepare` call the op below autograd. PyTorch would look for a gradient of it at each call.
+        _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        torch.library.register_fake(f"hf_trainweights::{name}", _empty, lib=_LIBRARY)
+        ops[name] = op = getattr(torch.ops.hf_trainweights, name).default
+        op.__class__ = type("_BuiltinOverload", (_BuiltinOverload,), {"__call__": op._op})
+    return ops
+
+
+def _schema(name: str) -> str:
+    count, numbers = _OPS[name]
+    others = "".join(f", Tensor? other_{index}" for index in range(count))
+    return f"{name}(Tensor x, Tensor qdata, Tensor scale, Tensor? bias{others}, int {', int '.join(numbers)}) -> Tensor"
+
+
+def _empty(x: Tensor, qdata: Tensor, scale: Tensor, *_: object) -> Tensor:
+    return x.new_empty((*x.shape[:-1], scale.shape[0]))
+
+
+_LIBRARY = torch.library.Library("hf_trainweights", "FRAGMENT")
