@@ -85,8 +85,8 @@ static inline __attribute__((always_inline)) void write_nibbles(const uint8_t *r
                                                                 const Numbers *numbers, int64_t group, int tables,
                                                                 int8_t *to) {
     const __m512i nibble = _mm512_set1_epi16(15), even_columns = _mm512_loadu_si512(EVEN);
-    const __m512i group_of_lane = _mm512_srl_epi16(even_columns, _mm_cvtsi32_si128(__builtin_ctzll(group)));
-    const __m512i first_entries = _mm512_slli_epi16(group_of_lane, 4);
+    const int shift = tables == 4 ? 4 : tables == 2 ? 5 : 6;  // from a column to the table of its group
+    const __m512i first_entries = _mm512_slli_epi16(_mm512_srli_epi16(even_columns, shift), 4);
     __m512i table = _mm512_setzero_si512(), others = table;
     int64_t g = column / group, next = 0;
     for (int64_t k = 0; k < columns; k += 64, to += 2 * TILE_BYTES) {
