@@ -49,7 +49,7 @@ class Library(NamedTuple):  # hatchling loads this file in a way in which `datac
 
 
 _OF_ALL = ("interface.c", "attention.c", "dequantize.c", "float8.c", "imported.c", "words/uint*.c")
-_PANELS = ("tiles/numbers.c", "tiles/panel.c", "tiles/products.c", "tiles/ways.c")
+_PANELS = ("tiles/imported.c", "tiles/numbers.c", "tiles/panel.c", "tiles/products.c", "tiles/ways.c")
 _OF_ANY_CPU = (
     Library(_PRODUCTS / "op.so", ("op.c",), []),
     Library(_FORMATS / "search.so", ("*.c",), [_THREADS, *_ROUNDED]),

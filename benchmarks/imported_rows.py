@@ -1,17 +1,22 @@
-"""One token by the compiled products with weights of other programs, beside int4 in groups of 32.
+"""Products with weights of other programs: one token beside int4 in groups of 32, many tokens beside float weights.
 
 Run `python -m benchmarks.imported_rows`, a minute. It writes `benchmarks/results/imported_rows.json`: by shape, the
-best CPU time of int4 in groups of 32 in microseconds, and that of each format as a multiple of it.
+best CPU time of one token with int4 in groups of 32 in microseconds, and that of each format as a multiple of it; then
+the time of 32, 64 and 256 tokens as a multiple of that with the float weight. If bitsandbytes is installed, one token
+of its `Linear4bit` in NF4 is timed as a multiple of NF4 here.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from benchmarks.machine import commit, cpu_name, versions
 from hf_trainweights.formats.affine import Affine
@@ -20,12 +25,15 @@ from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.table4 import Table4
-from hf_trainweights.kernels import compiled
+from hf_trainweights.imports.layouts.bitsandbytes import BitsAndBytes
+from hf_trainweights.kernels import compiled, stored
 
 RESULTS = Path(__file__).parent / "results" / "imported_rows.json"
 SHAPES = ((896, 4864), (4096, 4096))
-ROUNDS = 25
+TOKENS = (32, 64, 256)
+ROUNDS, ROUNDS_OF_MANY = 25, 7
 FIRST = "int4 g32"
+Call = Callable[[], object]
 FORMATS: dict[str, Format] = {
     FIRST: Int4(32),
     "int8 g32": Int8(32),
@@ -47,48 +55,88 @@ FORMATS: dict[str, Format] = {
 }
 
 
-def product_of(name: str, N: int, K: int) -> Callable[[], object]:
-    """Return a function that multiplies a token with a weight of any codes, and scales of the usual size."""
-    form = FORMATS[name]
-    stored = form.empty((N, K), torch.float16, "cpu")
-    for key, tensor in stored.items():
+def weight_of(name: str, N: int, K: int) -> dict[str, Tensor]:
+    """Return a weight of any codes, and scales of the usual size."""
+    tensors = FORMATS[name].empty((N, K), torch.float16, "cpu")
+    for key, tensor in tensors.items():
         if key == "scale" and tensor.dtype in (torch.uint8, torch.float8_e4m3fn):
             tensor.view(torch.uint8).fill_(120)
         elif tensor.is_floating_point() and key != "qdata":
             tensor.fill_(0.01)
         else:
             tensor.view(torch.uint8).random_(0, 100)
-    if "table" in stored:
+    if "table" in tensors:
         # Values of NF4 are not integers, and take a second digit.
         integers = torch.arange(-8, 8).float()
-        stored["table"].copy_(integers.sinh() if name == "NF4" else integers)
-    product = compiled.find(form, N, K, torch.bfloat16, stored["scale"].dtype)
+        tensors["table"].copy_(integers.sinh() if name == "NF4" else integers)
+    return tensors
+
+
+def product_of(form: Format, tensors: Mapping[str, Tensor], x: Tensor) -> Call:
+    """Return a function that multiplies one token."""
+    qdata, scale, *others = (tensors[key] for key in form.tensor_names)
+    product = compiled.find(form, *form.shape_of(qdata), x.dtype, scale.dtype)
     assert product is not None
-    qdata, scale, *others = (stored[key] for key in form.tensor_names)
-    x = torch.randn(1, K).bfloat16()
     return lambda: product(qdata, scale, tuple(others), x, None)
 
 
-def measure(N: int, K: int) -> dict[str, float]:
-    """Return the time of int4, and of each format as a multiple of it, from rounds that take turns."""
-    calls, best = {name: product_of(name, N, K) for name in FORMATS}, dict.fromkeys(FORMATS, float("inf"))
-    for _ in range(ROUNDS):
+def best_times(calls: Mapping[str, Call], rounds: int) -> dict[str, float]:
+    """Return the best CPU time of each call in seconds, from rounds in which they take turns."""
+    best = dict.fromkeys(calls, float("inf"))
+    for _ in range(rounds):
         for name, call in calls.items():
             call()
             start = time.thread_time()
             call()
             best[name] = min(best[name], time.thread_time() - start)
+    return best
+
+
+def one_token(N: int, K: int) -> dict[str, float]:
+    """Return the time of int4, and of each format as a multiple of it."""
+    x = torch.randn(1, K).bfloat16()
+    best = best_times({name: product_of(form, weight_of(name, N, K), x) for name, form in FORMATS.items()}, ROUNDS)
     ratios = {name: round(seconds / best[FIRST], 2) for name, seconds in best.items() if name != FIRST}
     return {f"{FIRST}, us": round(best[FIRST] * 1e6, 1)} | ratios
+
+
+def many_tokens(N: int, K: int, M: int) -> dict[str, float]:
+    """Return the time of M tokens in each format, as a multiple of that with a weight in bfloat16."""
+    x, dense = torch.randn(M, K).bfloat16(), torch.randn(N, K).bfloat16()
+    calls: dict[str, Call] = {"": lambda: F.linear(x, dense)}
+    for name, form in FORMATS.items():
+        tensors = weight_of(name, N, K)
+        calls[name] = lambda tensors=tensors, form=form: stored.linear(x, tensors, form)
+    best = best_times(calls, ROUNDS_OF_MANY)
+    return {name: round(seconds / best[""], 2) for name, seconds in best.items() if name}
+
+
+def beside_bitsandbytes(N: int, K: int) -> float:
+    """Return the time of a token by `Linear4bit`, with the same codes, as a multiple of that here."""
+    from bitsandbytes.nn import Linear4bit
+
+    layer = Linear4bit(K, N, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
+    layer.weight.data = torch.randn(N, K).bfloat16()
+    layer = layer.to("cpu").eval()
+    state = {leaf.removeprefix("weight."): tensor.clone() for leaf, tensor in layer.state_dict().items()}
+    leaves = {"weight": state.pop("weight"), **{f"weight.{leaf}": tensor for leaf, tensor in state.items()}}
+    weight = BitsAndBytes({"load_in_4bit": True}, {}).weight("layer", leaves)
+    x = torch.randn(1, K).bfloat16()
+    with torch.no_grad():
+        best = best_times({"peer": lambda: layer(x), "here": product_of(weight.format, weight.tensors, x)}, ROUNDS)
+    return round(best["peer"] / best["here"], 2)
 
 
 def main() -> None:
     """Measure, and write the results."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    shapes = {f"{N}x{K}": measure(N, K) for N, K in SHAPES}
-    found = {"cpu": cpu_name(), "library": compiled.instructions(), "commit": commit(), "versions": versions()}
-    RESULTS.write_text(json.dumps({**found, "one_token": shapes}, indent=2) + "\n", encoding="utf-8")
+    report = {"cpu": cpu_name(), "library": compiled.instructions(), "commit": commit(), "versions": versions()}
+    report["one_token"] = {f"{N}x{K}": one_token(N, K) for N, K in SHAPES}
+    report["many_tokens"] = {f"{N}x{K}": {str(M): many_tokens(N, K, M) for M in TOKENS} for N, K in SHAPES}
+    if find_spec("bitsandbytes"):
+        report["bitsandbytes"] = {f"{N}x{K}": beside_bitsandbytes(N, K) for N, K in SHAPES}
+    RESULTS.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -233,7 +233,8 @@ def export_formats() -> str:
     for column in columns[columns.index("ONNX, portable") :]:
         held = [name for name, found in formats.items() if found[column]["outcome"] == "yes"]
         others = [name for name in formats if name not in held]
-        rows.append([column, "; ".join(held) if others else "every format", "; ".join(others)])
+        listed = "every format" if not others else "all others" if len(held) > len(others) else "; ".join(held)
+        rows.append([column, listed, "; ".join(others)])
     caption = (
         "From the runs of [every format](measured/formats.md#what-each-format-can-do); "
         "`bits=4.5` is a budget of a mixture."
@@ -499,15 +500,26 @@ def distributed() -> str:
 
 
 def imported_rows() -> str:
-    """Make the table of one token by format of other programs, as a multiple of int4 in groups of 32."""
+    """Make the table of one token by format, beside int4 in groups of 32, and of many, beside float weights."""
     report = read("imported_rows")
-    shapes = report["one_token"]
+    shapes, many = report["one_token"], report["many_tokens"]
+    largest = next(reversed(many))
     names = [name for name in next(iter(shapes.values())) if not name.endswith("us")]
-    rows = [[name, *(f"{times[name]:.1f}" for times in shapes.values())] for name in names]
-    header = ["one token", *(f"{shape}, times int4 g32" for shape in shapes)]
+    rows = [
+        [
+            name,
+            *(f"{times[name]:.1f}" for times in shapes.values()),
+            *(f"{times[name]:.2f}" for times in many[largest].values()),
+        ]
+        for name in names
+    ]
+    header = ["", *(f"one token, {shape}" for shape in shapes), *(f"{M} tokens, {largest}" for M in many[largest])]
     units = ", ".join(f"{times['int4 g32, us']:.0f} us ({shape})" for shape, times in shapes.items())
+    peer = " and ".join(f"{times:.2f} ({shape})" for shape, times in report["bitsandbytes"].items())
     caption = (
-        f"bfloat16, one thread, by CPU time, in one run; int4 g32 takes {units}. {report['cpu']}, "
+        f"One token: times int4 g32, which takes {units}. Many: times the product with bfloat16 weights. bfloat16, one "
+        f"thread, by CPU time, in one run. For a token, bitsandbytes {report['versions']['bitsandbytes']} takes {peer} "
+        f"times as long as NF4 here; its `Linear4bit` rounds scales and values to bfloat16. {report['cpu']}, "
         f"{report['library']}, commit {report['commit'][:8]}."
     )
     return f"{table(header, rows)}\n\n{caption}"

@@ -20,7 +20,7 @@ from hf_trainweights.native_library import load_library
 
 HEADERS = Path(__file__).parent / "kernels" / "emulated"
 _OF_ALL = ("interface.c", "attention.c", "dequantize.c", "float8.c", "imported.c", "words/uint*.c")
-_PANELS = ("tiles/numbers.c", "tiles/panel.c", "tiles/products.c", "tiles/ways.c")
+_PANELS = ("tiles/imported.c", "tiles/numbers.c", "tiles/panel.c", "tiles/products.c", "tiles/ways.c")
 # What hatch_build.py makes each library of.
 SOURCES = {
     "neon": (*_OF_ALL, "bytes/*.c"),

@@ -101,7 +101,7 @@ def stored_tensors(form: Format, shape: Sequence[int], dtype: torch.dtype, seed:
             tensor.copy_(torch.empty(tensor.shape).uniform_(0.1, 2, generator=generator))
         elif tensor.is_floating_point():
             # Integers of up to 63 or 127 multiply the float scale of a superblock.
-            largest = 0.0005 if "group_scale" in tensors else 0.1
+            largest = 0.0005 if "group_scale" in tensors and name != "table" else 0.1
             tensor.uniform_(-largest, largest, generator=generator)
         elif name == "scale" and getattr(form, "scales", "") == "e8m0":
             tensor.random_(100, 127, generator=generator)

@@ -100,6 +100,13 @@ class Format(ABC):
         del shape
         return self
 
+    def import_only_refusal(self) -> tuple[str, str, str] | None:
+        """Return the expectation, finding and advice of an error if this format is import-only, else None."""
+        if not self.is_import_only:
+            return None
+        found = f"{self}, whose weights come from files of other programs"
+        return "a format that floats are quantized to", found, f"Choose {self.for_new_values()}."
+
     def for_new_values(self) -> Format:
         """Return the format to which new values of a weight are quantized: this one unless it is import-only."""
         return self
@@ -232,13 +239,8 @@ class Format(ABC):
                 f"{weight.dtype} of shape {tuple(weight.shape)}",
                 "Leave this tensor out with modules_to_not_convert.",
             )
-        if self.is_import_only:
-            raise QuantizationError(
-                name,
-                "a format that this package quantizes to",
-                f"{self}, whose weights come from files of other programs",
-                f'Quantize to "{self.for_new_values().name}".',
-            )
+        if refusal := self.import_only_refusal():
+            raise QuantizationError(name, *refusal)
         if self.fallback(weight.shape) != self:
             raise QuantizationError(
                 name,

@@ -148,6 +148,19 @@ class Skeleton:
         alone = {name: next(iter(rows)) for name, rows in matrices.items() if rows is not None and len(rows) == 1}
         return {name: saved for name, saved in alone.items() if saved != name}
 
+    def matrix_shapes(self) -> dict[str, tuple[int, int]]:
+        """Return the shape `[N, K]` of each matrix in a checkpoint by its module, also of the matrices of experts."""
+        shapes = {
+            name: (rows.stop - rows.start, shape[-1])
+            for shape, matrices in self.merged_experts().values()
+            for name, rows in matrices.items()
+        }
+        matrices = {name: tensor.shape for name, tensor in self._model.named_parameters() if tensor.dim() == 2}
+        saved = self.names_in_checkpoint(matrices)
+        for name, (N, K) in matrices.items():
+            shapes[saved.get(name, name).removesuffix(".weight")] = (N, K)
+        return shapes
+
     def transposed_weights(self) -> set[str]:
         """Return the weights that modules keep transposed, by name with and without the base model's prefix."""
         names = {
@@ -236,7 +249,7 @@ def _converted(
             yield flatten_weight(name, weight.map(spill.keep), default=None)
             leaves = {leaf: name for leaf, name in leaves.items() if leaf not in layout.leaves and leaf != "weight"}
         if module not in expert_modules:
-            yield {name: source.tensor(name) for name in leaves.values()}
+            yield {name: layout.float_tensor(name, source.tensor(name)) for name in leaves.values()}
     for name, (shape, matrices) in experts.items():
         weights = (_read(source, layout, module, modules.get(module, {})) for module in matrices)
         spilled = (None if weight is None else weight.map(spill.keep) for weight in weights)

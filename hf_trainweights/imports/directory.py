@@ -27,6 +27,7 @@ from hf_trainweights.imports.conversion import Skeleton, Source, convert
 from hf_trainweights.imports.gguf.sources import find_gguf
 from hf_trainweights.imports.layouts import layout_of
 from hf_trainweights.imports.layouts.base import AGAIN
+from hf_trainweights.imports.layouts.quanto import MAP_NAME
 from hf_trainweights.models.choosing.description import config_of
 from hf_trainweights.models.choosing.summary import Summary
 from hf_trainweights.models.loading.saved_models import (
@@ -49,7 +50,7 @@ _DESCRIPTIONS = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
     "hf_quant_config.json": "modelopt",
-    "quanto_qmap.json": "quanto",
+    MAP_NAME: "quanto",
 }
 # AWQ's names of two settings in its file, and their names in config.json.
 _OLD_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
@@ -68,7 +69,8 @@ def import_directory(
 
     Args:
         source: Directory or Hub id of a model in a layout of compressed-tensors, GPTQ, AWQ, AutoRound, bitsandbytes,
-            MLX, HQQ, ModelOpt, torchao, or Transformers' own MXFP4 and float8; or of GGUF files; or one GGUF file.
+            MLX, HQQ, ModelOpt, Quanto, torchao, or Transformers' own MXFP4 and float8; or of GGUF files; or one file
+            of these.
         out: A new or empty directory.
         file: For GGUF, the name or a pattern of the one file to read, such as `"*Q4_K_M*"`; None if there is one alone.
         base_model: For GGUF, a directory or Hub id whose configuration and tokenizer to take; None for those beside the
@@ -145,7 +147,7 @@ def _open_directory(folder: Path) -> _Opened:
     # torchao's metadata uses the model's names of tensors, which may differ from the names in the checkpoint.
     described_names = skeleton.names_in_checkpoint(files.metadata)
     metadata = {described_names.get(name, name): text for name, text in files.metadata.items()}
-    layout = layout_of(described, metadata)
+    layout = layout_of(described, metadata, skeleton.matrix_shapes())
 
     def write(target: Path) -> tuple[dict[str, Any], Format]:
         return config, convert(files, layout, skeleton, target).most_common(1)[0][0]

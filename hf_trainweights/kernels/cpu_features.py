@@ -96,8 +96,10 @@ def most_rows(form: Format, dtype: torch.dtype, library: str) -> int:
     """Return up to how many rows of x a library's product with a weight is the fastest; `ALL` for any number."""
     is_fast = product_dtype(dtype, THRESHOLDS["SHORT_ROWS"] + 1) == dtype
     if is_imported(form):
-        in_panels = library in _LIBRARIES_OF_ANY_FORMAT and (dtype == torch.float32 or not is_fast)
-        return ALL if in_panels else THRESHOLDS["IMPORTED_ROWS"]
+        in_floats = dtype == torch.float32 or not is_fast
+        by_rows = library in _LIBRARIES_OF_ANY_FORMAT and in_floats
+        is_for_all = by_rows or _takes_imported_panels(form, dtype, library, in_floats)
+        return ALL if is_for_all else THRESHOLDS["IMPORTED_ROWS"]
     if _takes_panels(form, dtype, library) or (library != "neon" and (dtype == torch.float32 or not is_fast)):
         return ALL
     if isinstance(form, (UInt, Float8E4M3)):
@@ -120,6 +122,13 @@ def _takes_panels(form: Format, dtype: torch.dtype, library: str) -> bool:
     if library in ("amx", "avx512_bf16") and dtype == torch.bfloat16:
         return isinstance(form, UInt) or group_size % 32 == 0
     return library == "amx" and isinstance(form, (Int8, Int4)) and group_size % 64 == 0
+
+
+def _takes_imported_panels(form: Format, dtype: torch.dtype, library: str, in_floats: bool) -> bool:
+    """Return whether many rows take panels with a format of other programs, as native/tiles/ways.c decides."""
+    in_bfloat16 = library in ("amx", "avx512_bf16") and dtype == torch.bfloat16
+    in_vectors = library in ("avx512", "avx512_bf16") and in_floats
+    return (getattr(form, "group_size", None) or 0) % 16 == 0 and (in_bfloat16 or in_vectors)
 
 
 def is_imported(form: Format) -> bool:

@@ -180,6 +180,30 @@ def hqq(bits: int = 4, group_size: int = 32, dtype: torch.dtype = torch.float16)
     return Layout({"quant_method": "hqq"}, write)
 
 
+def quanto(kind: str, group_size: int = 32, shift_dtype: torch.dtype = torch.bfloat16) -> Layout:
+    bits = int(kind[-1])
+
+    def write(weight: Tensor) -> tuple[Tensors, Tensor]:
+        N, K = weight.shape
+        codes = random(N, K, bits=bits)
+        if bits == 8:
+            codes, scale = codes.view(torch.int8), floats(N, 1, dtype=torch.bfloat16)
+            return {"weight._data": codes, "weight._scale": scale}, scaled(codes, scale, torch.float32, scale.dtype)
+        groups = N * K // group_size
+        # Of the other sign, so that no difference is near 0, where roundings in another dtype would show.
+        scale, shift = floats(groups, 1, dtype=torch.bfloat16), -floats(groups, 1, dtype=torch.bfloat16, size=0.1)
+        rows = codes.view(groups, group_size)
+        packed = sum(part << bits * number for number, part in enumerate(rows.chunk(8 // bits)))
+        tensors = {"weight._data._data": packed, "weight._scale": scale, "weight._shift": shift}
+        if shift_dtype is torch.uint8:
+            tensors["weight._shift"] = zero = random(groups, 1, bits=bits)
+            return tensors, scaled(rows.short() - zero.short(), scale, torch.float32, scale.dtype).view(N, K)
+        difference = scaled(rows, scale, torch.float32, scale.dtype).double() - shift.double()
+        return tensors, rounded(difference, torch.float32, scale.dtype).view(N, K)
+
+    return Layout({"quant_method": "quanto", "m": {"weights": kind, "activations": "none"}}, write)
+
+
 def auto_round(packing: str, inner: Layout) -> Layout:
     def write(weight: Tensor) -> tuple[Tensors, Tensor]:
         tensors, dense = inner.write(weight)
@@ -215,6 +239,9 @@ NUMBER_LAYOUTS = {
     "auto-round-gptq": auto_round("auto_round:auto_gptq", gptq(symmetric=False)),
     "auto-round": auto_round("auto_round", gptq(bits=2, version="gptq_v2", symmetric=False)),
     "auto-round-awq": auto_round("auto_round:auto_awq", awq(symmetric=False)),
+    "quanto-8-bits": quanto("qint8"),
+    "quanto-4-bits": quanto("qint4"),
+    "quanto-2-bits-zero-points": quanto("qint2", shift_dtype=torch.uint8),
     "gpt-oss": Layout({"quant_method": "mxfp4"}, gpt_oss),
 }
 # Every layout that is read.

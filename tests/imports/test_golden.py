@@ -22,6 +22,10 @@ FORMATS = {
     "hqq": {f"affine{bits} g32 float_zero_point rounded each" for bits in (2, 3, 4, 5, 6, 8)},
     "mlx": {f"affine{bits} g32 bias rounded each" for bits in (2, 3, 4, 5, 6, 8)},
     "mlx-modes": {"table4 g32 e8m0", "table4 g16 e4m3", "float8_e4m3 g32 e8m0"},
+    "quanto": {
+        *("int8", "float8_e4m3", "affine4 g64 bias rounded each", "affine2 g64 bias rounded each"),
+        "affine4 g32 bias rounded each",
+    },
     "torchao-float8": {"float8_e4m3"},
     "torchao-int3": {"affine3 g32 none"},
     "torchao-int4": {"int4 g32"},

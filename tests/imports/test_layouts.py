@@ -18,6 +18,7 @@ from hf_trainweights.models.loading.saved_models import check_config
 
 OPTIONAL = {
     *(("gptq", "g_idx"), ("gptq-3-bits-asymmetric", "g_idx"), ("bitsandbytes", "weight_format")),
+    *(("gptq-planar-3-bits", "g_idx"), ("gptq-planar-5-bits", "g_idx")),
     # The load finds that the weight is missing: other modules have a `scale` too.
     *(("fp8-exponents", "weight"), ("fp8-experts", "weight")),
 }
@@ -31,8 +32,11 @@ BESIDE = {
 }
 
 
+SHAPES = {"m": (160, 64)}
+
+
 def written(name: str) -> tuple[Tensors, Tensor]:
-    weight = torch.randn(160, 64, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(SHAPES["m"], generator=torch.Generator().manual_seed(0))
     tensors, expected = LAYOUTS[name].write(weight)
     return {leaf: tensor.contiguous() for leaf, tensor in tensors.items()}, expected
 
@@ -52,7 +56,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_sound_weight_is_read(name: str) -> None:
     tensors, expected = written(name)
-    weight = layout_of(LAYOUTS[name].config, METADATA).read("m", tensors)
+    weight = layout_of(LAYOUTS[name].config, METADATA, SHAPES).read("m", tensors)
     assert weight is not None
     assert torch.equal(weight.dequantize(expected.dtype), expected)
 
@@ -62,7 +66,7 @@ def test_a_sound_weight_is_read(name: str) -> None:
 def test_no_tensor_of_a_weight_may_be_missing(name: str, leaf: str) -> None:
     tensors, _ = written(name)
     del tensors[leaf]
-    layout = layout_of(LAYOUTS[name].config, METADATA)
+    layout = layout_of(LAYOUTS[name].config, METADATA, SHAPES)
     if (name, leaf) in OPTIONAL:
         layout.read("m", tensors)
         return
@@ -74,7 +78,7 @@ def test_no_tensor_of_a_weight_may_be_missing(name: str, leaf: str) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("change", CHANGES)
 def test_no_tensor_of_a_weight_may_have_another_shape_or_dtype(name: str, change: str) -> None:
-    layout = layout_of(LAYOUTS[name].config, METADATA)
+    layout = layout_of(LAYOUTS[name].config, METADATA, SHAPES)
     for leaf, tensor in written(name)[0].items():
         # How many codes there should be only config.json knows, and the load compares; one number has no half.
         cuts_codes = leaf == "weight" and change in ("half of the columns", "half of the rows", "twice the rows")
@@ -94,18 +98,18 @@ def test_no_tensor_of_a_weight_may_have_another_shape_or_dtype(name: str, change
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
 def test_codes_alone_are_no_float_weight(name: str, dtype: torch.dtype) -> None:
     with pytest.raises(CorruptFileError, match=r"m\.[\w.]+: expected"):
-        layout_of(LAYOUTS[name].config, METADATA).read("m", {"weight": torch.zeros(160, 64).to(dtype)})
+        layout_of(LAYOUTS[name].config, METADATA, SHAPES).read("m", {"weight": torch.zeros(160, 64).to(dtype)})
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_float_weight_is_left_to_others(name: str) -> None:
-    layout = layout_of(LAYOUTS[name].config, METADATA)
+    layout = layout_of(LAYOUTS[name].config, METADATA, SHAPES)
     assert layout.read("m", {"weight": torch.zeros(8, 8, dtype=torch.bfloat16)}) is None
 
 
 def test_a_weight_beside_its_codes_is_refused() -> None:
     with pytest.raises(CorruptFileError, match=r"m\.weight: expected codes alone"):
-        layout_of(gptq().config, {}).read("m", {**written("gptq")[0], "weight": torch.zeros(160, 64)})
+        layout_of(gptq().config, {}, SHAPES).read("m", {**written("gptq")[0], "weight": torch.zeros(160, 64)})
 
 
 def test_a_block_of_more_rows_than_there_are_is_the_whole_weight() -> None:
@@ -131,11 +135,11 @@ def test_no_number_beside_the_codes_may_be_nan(name: str) -> None:
         damaged = tensor.clone()
         damaged.view(-1)[0] = torch.nan
         with pytest.raises(CorruptFileError, match=r"^m(\.weight)?: expected finite .*NaN"):
-            layout_of(config, METADATA).read("m", {**tensors, leaf: damaged})
+            layout_of(config, METADATA, SHAPES).read("m", {**tensors, leaf: damaged})
 
 
 def test_scales_of_activations_in_old_models_of_awq_are_refused() -> None:
-    layout = layout_of(LAYOUTS["awq"].config, {})
+    layout = layout_of(LAYOUTS["awq"].config, {}, SHAPES)
     with pytest.raises(UnsupportedError, match=r"^m\.act\.scales: expected weights that are used as they are"):
         layout.read("m.act", {"scales": torch.ones(64)})
 
@@ -159,19 +163,19 @@ TORCHAO = {"_type": "IntxUnpackedToInt8Tensor", "_data": {"block_size": [1, 128]
     ids=["gptq", "awq", "torchao", "compressed-tensors"],
 )
 def test_a_last_group_of_fewer_columns_is_refused(config: dict[str, object], tensors: Tensors) -> None:
-    layout = layout_of(config, {"m.weight": json.dumps(TORCHAO)})
+    layout = layout_of(config, {"m.weight": json.dumps(TORCHAO)}, SHAPES)
     with pytest.raises(UnsupportedError, match=r"^m\.weight: expected groups that divide 200 columns, found .* 128\."):
         layout.read("m", tensors)
 
 
 def test_the_version_of_gptq_may_be_called_format() -> None:
-    weight = torch.randn(160, 64, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(SHAPES["m"], generator=torch.Generator().manual_seed(0))
     tensors, expected = gptq(version="gptq_v2").write(weight)
-    read = layout_of({**gptq(version=None).config, "format": "gptq_v2"}, METADATA).read("m", tensors)
+    read = layout_of({**gptq(version=None).config, "format": "gptq_v2"}, METADATA, SHAPES).read("m", tensors)
     assert read is not None
     torch.testing.assert_close(read.dequantize(torch.float32), expected.float(), rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("dynamic", [None, {r"-:.*o_proj": {}}, {r".*o_proj": {"bits": 4, "damp_percent": 0.1}}])
 def test_rules_that_change_neither_bits_nor_groups_are_read(dynamic: object) -> None:
-    layout_of({**gptq().config, "dynamic": dynamic}, METADATA)
+    layout_of({**gptq().config, "dynamic": dynamic}, METADATA, SHAPES)

@@ -11,13 +11,14 @@ import pytest
 import torch
 from architectures import ARCHITECTURES
 from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
+from covering import exhaustive
 from imports.number_writers import bitsandbytes, float4, floats, hqq, mlx, modelopt, random
 from imports.test_directory import assert_stands_for, load
 from imports.writers import Layout, Tensors, awq, by_activations, float8, gptq, words_along, write_model
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3NextConfig, Qwen3NextForCausalLM
 
 from hf_trainweights import QuantizedTensor, import_directory
 from hf_trainweights.errors import UnsupportedError
@@ -87,6 +88,37 @@ def test_blocks_of_float8_compute_as_the_model_that_transformers_dequantizes(tmp
     write_model(source, float8("fp8", "weight_scale_inv", "block", 32))
     import_directory(source, out)
     assert_computes_as(out, AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exponents", [False, *exhaustive(True)], ids=["floats", "exponents"])
+def test_blocks_of_experts_in_one_tensor_are_read(exponents: bool, tmp_path: Path) -> None:
+    source, out, block = tmp_path / "source", tmp_path / "out", 32
+    expected: Tensors = {}
+    ARCHITECTURES["qwen3_moe"].build(torch.bfloat16).save_pretrained(source)
+
+    def merge(tensors: Tensors) -> Tensors:
+        merged = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+        for layer in {name.partition(".experts.")[0] for name in tensors.keys() - merged.keys()}:
+            for weight, matrices in {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.items():
+                rows = [
+                    torch.cat([tensors[f"{layer}.experts.{expert}.{matrix}.weight"] for matrix in matrices])
+                    for expert in range(4)
+                ]
+                codes = torch.stack(rows).float().mul(100).to(torch.float8_e4m3fn)
+                scale = random(*(-(-size // block) if i else size for i, size in enumerate(codes.shape)), bits=4) + 1.0
+                scale = torch.exp2(scale - 12) if exponents else scale / 777
+                merged |= {f"{layer}.experts.{weight}": codes, f"{layer}.experts.{weight}_scale_inv": scale}
+                wide = scale.repeat_interleave(block, 1)[:, : codes.shape[1]].repeat_interleave(block, 2)
+                expected[f"{layer}.experts.{weight}"] = codes.float() * wide[..., : codes.shape[2]]
+        return merged
+
+    change(source, merge, {"quantization_config": {"quant_method": "fp8", "weight_block_size": [block, block]}})
+    import_directory(source, out)
+    weights = quantized_weights(load(out))
+    assert {str(weight.format) for weight in weights.values()} == {f"float8_e4m3 g{block}"}
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weight.dequantize(torch.float32), expected[name]) for name, weight in weights.items())
 
 
 LAYOUTS = {
@@ -220,8 +252,62 @@ def test_embeddings_that_mlx_quantizes_stay_quantized(architecture: str, tmp_pat
 
 
 def test_models_whose_norms_mlx_changes_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"model_type: expected a model whose float weights .* qwen3_next"):
-        layout_of({**mlx().config, "model_type": "qwen3_next"}, {})
+    with pytest.raises(UnsupportedError, match=r"model_type: expected a model whose float weights .* qwen3_5"):
+        layout_of({**mlx().config, "model_type": "qwen3_5"}, {}, {})
+    layout = layout_of({**mlx().config, "model_type": "qwen3_next"}, {}, {})
+    with pytest.raises(UnsupportedError, match=r"model\.norm\.weight: expected a norm from which 1 can be subtracted"):
+        layout.float_tensor("model.norm.weight", torch.tensor([1.0, 0.001], dtype=torch.bfloat16))
+
+
+QWEN3_NEXT: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "shared_expert_intermediate_size": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+@pytest.mark.slow
+def test_norms_and_convolutions_that_mlx_changes_are_changed_back(tmp_path: Path) -> None:
+    source, layout, expected = tmp_path / "source", mlx(4, 32), {}
+    model = Qwen3NextForCausalLM(Qwen3NextConfig(**QWEN3_NEXT)).to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.normal_(-0.3, 0.2, generator=torch.Generator().manual_seed(len(name)))
+    model.save_pretrained(source)
+
+    def convert(tensors: Tensors) -> Tensors:
+        converted = {}
+        for name, tensor in tensors.items():
+            module = name.rpartition(".")[0]
+            expected[name] = tensor
+            if module.endswith(("_proj", "in_proj_qkvz", "in_proj_ba")):
+                parts, expected[name] = layout.write(tensor)
+                converted |= {f"{module}.{part}": stored for part, stored in parts.items()}
+            elif module.endswith(("layernorm", "q_norm", "k_norm", "model.norm")):
+                converted[name] = tensor + 1.0
+                expected[name] = (converted[name].float() - 1).to(tensor.dtype)
+            else:
+                converted[name] = tensor.movedim(2, 1) if module.endswith("conv1d") else tensor
+        return stacked(converted, "mlp", {})
+
+    change(source, convert, {"quantization": {key: layout.config[key] for key in ("bits", "group_size")}})
+    import_directory(source, tmp_path / "out")
+    assert_stands_for(tmp_path / "out", expected)
 
 
 @pytest.mark.slow
@@ -239,7 +325,7 @@ def test_weights_of_gptq_may_have_other_bits_and_groups(tmp_path: Path) -> None:
 
 
 def read_gptq(config: dict[str, Any], tensors: Tensors) -> QuantizedTensor:
-    weight = layout_of(config, {}).read("m", {leaf: tensor.contiguous() for leaf, tensor in tensors.items()})
+    weight = layout_of(config, {}, {}).read("m", {leaf: tensor.contiguous() for leaf, tensor in tensors.items()})
     assert weight is not None
     return weight
 

@@ -33,7 +33,7 @@ def random(*shape: int, bits: int) -> Tensor:
 
 def read(config: dict[str, object], tensors: Tensors) -> QuantizedTensor:
     """Return the weight that is read."""
-    weight = layout_of(config, {}).read("m", {leaf: tensor.contiguous() for leaf, tensor in tensors.items()})
+    weight = layout_of(config, {}, {}).read("m", {leaf: tensor.contiguous() for leaf, tensor in tensors.items()})
     assert weight is not None
     return weight
 

@@ -97,6 +97,16 @@ def words_along(codes: Tensor, bits: int, dim: int) -> Tensor:
     return words.where(words < 2**31, words - 2**32).to(torch.int32).movedim(-1, dim).contiguous()
 
 
+def planes_along(codes: Tensor, bits: int, dim: int) -> Tensor:
+    """Return unsigned codes in planes along a dimension, 32 codes in `bits` int32 words, the lowest bits first."""
+    blocks, planes, start = codes.movedim(dim, -1).unflatten(-1, (-1, 32)).int(), [], 0
+    for width in (8, 4, 2, 1):
+        if bits & width:
+            planes.append(words_along(blocks >> start & (2**width - 1), width, -1))
+            start += width
+    return torch.cat(planes, dim=-1).flatten(-2).movedim(-1, dim).contiguous()
+
+
 def by_activations(K: int, group_size: int) -> Tensor:
     """Return the group of each column, as desc_act scatters them."""
     return torch.randperm(K, generator=torch.Generator().manual_seed(1)) // group_size
@@ -119,10 +129,11 @@ def gptq(
             codes, scale, zero = asymmetric(weight.half(), bits, size)
         unsigned, scales, zero = codes.t(), scale.t().contiguous(), zero.t()
         g_idx = (torch.arange(K) // size if order is None else order(K, size)).int()
-        zeros = zero if version == "gptq_v2" else zero - 1
+        zeros = zero if version in ("gptq_v2", "gptq_p") else zero - 1
+        pack = planes_along if version == "gptq_p" else words_along
         tensors = {
-            "qweight": words_along(unsigned, bits, 0),
-            "qzeros": words_along(zeros, bits, 1),
+            "qweight": pack(unsigned, bits, 0),
+            "qzeros": pack(zeros, bits, 1),
             "scales": scales,
             "g_idx": g_idx,
         }
@@ -219,6 +230,9 @@ INTEGER_LAYOUTS = {
     "gptq": gptq(),
     "gptq-activation-order": gptq(order=by_activations),
     "gptq-3-bits-asymmetric": gptq(bits=3, symmetric=False),
+    "gptq-planar-3-bits": gptq(bits=3, version="gptq_p", symmetric=False),
+    "gptq-planar-5-bits": gptq(bits=5, version="gptq_p"),
+    "gptq-planar-7-bits": gptq(bits=7, version="gptq_p", symmetric=False, order=by_activations),
     "awq-asymmetric": awq(symmetric=False),
     "awq": awq(),
     "ct-int4": compressed_tensors("int", 4, "group", 32),

@@ -22,7 +22,7 @@ FORMATS: list[Format] = [
     *K_QUANTS,
     *(Affine(bits, 32, "plain", "bias") for bits in BITS),
     *(Affine(bits, 64) for bits in BITS),
-    *(Affine(4, size) for size in (8, 16, 32, 96, 128, 256, None)),
+    *(Affine(4, size) for size in (8, 16, 32, 48, 96, 128, 256, None)),
     *(Affine(5, None, offset="none"), Affine(8, None)),
     *(Table4(32, scales) for scales in ("plain", "e8m0", "nested", "iq4_xs")),
     *(Table4(16, scales) for scales in ("e4m3", "e4m3_divided")),
@@ -83,7 +83,7 @@ def test_one_token_is_multiplied_by_the_library_of_this_machine(form: Format) ->
 @pytest.mark.covering(2)
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("at_end", [True, False], ids=["ends", "begins"])
-@pytest.mark.parametrize("M", [1, 6])
+@pytest.mark.parametrize("M", [1, 6, 20])
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 def test_nothing_around_the_tensors_is_read(form: Format, M: int, at_end: bool) -> None:
     N, K = 5, columns_of(form, 1)

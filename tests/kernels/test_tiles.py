@@ -16,14 +16,16 @@ import pytest
 import torch
 from cpus import loaded
 from fences import product
-from weights import random_weight
+from weights import random_weight, stored_tensors
 
+from hf_trainweights.formats.affine import Affine
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.codebook4 import Codebook4
 from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
+from hf_trainweights.formats.table4 import Table4
 from hf_trainweights.formats.uint import UInt3, UInt6
 from hf_trainweights.kernels import compiled
 from hf_trainweights.native_library import load_library
@@ -33,6 +35,13 @@ every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 
 FORMATS = [Int8(), Int8(64), Int8(128), Int4(32), Int4(64), Int4(128)]
 INTEGERS = [*FORMATS, Codebook4(), UInt3(16), UInt6(32)]
+# Codes that are looked up in one, two and four tables at a time, and those that become numbers for themselves.
+IMPORTED = [
+    *(Affine(4, 32, "k4", "none"), Affine(4, 128), Affine(4, 192), Affine(4, 16), Affine(4, 48), Affine(4, None)),
+    *(Affine(4, 64, offset="bias", rounding="each"), Affine(3, 64, offset="float_zero_point", rounding="each")),
+    *(Affine(2, 16, "k2", "none"), Affine(5, 32, "plain", "bias"), Affine(6, 16, "k6", "none"), Affine(8, 96)),
+    *(Table4(64, "nested"), Table4(16, "e4m3"), Table4(48), Float8E4M3(128), Float8E4M3(32, "e8m0")),
+]
 # On both sides of every threshold, of a tile of tokens and of two; the last of more than one panel of tiles.
 ROWS = (5, 16, 17, 33, 65, 130)
 # Panels of so few bytes that 300 columns of 17 tokens do not fit.
@@ -107,6 +116,20 @@ def test_columns_that_fill_no_tile_are_multiplied_and_nothing_around_them(
         weight = form.dequantize(tensors, (N, K), torch.float32)
         multiply = functools.partial(product, library, form, tensors, at_end=False)
         assert_close_products(multiply, weight, dtype, (17, 130) if K < 500 else (17,))
+
+
+@pytest.mark.slow
+@pytest.mark.covering(2)
+@every_dtype
+@pytest.mark.parametrize("form", IMPORTED, ids=str)
+@pytest.mark.parametrize(("N", "K"), [(34, 768), (3, 2304)])
+def test_formats_of_other_programs_are_multiplied(
+    library: ctypes.CDLL, form: Format, N: int, K: int, dtype: torch.dtype
+) -> None:
+    tensors = stored_tensors(form, (N, K), dtype)
+    weight = form.dequantize(tensors, (N, K), torch.float32)
+    multiply = functools.partial(product, library, form, tensors, at_end=N > 3)
+    assert_close_products(multiply, weight, dtype, (9, 17, 130) if N > 3 else (17,))
 
 
 @pytest.mark.slow

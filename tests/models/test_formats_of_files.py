@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import copy
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from covering import by_default, exhaustive
 from peft import LoraConfig, get_peft_model
+from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.distributed import DistributedConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from weights import random_codes, same_stored, stored_tensors
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, dequantize_, quantize_
-from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.distributed import ModelState, TrainWeightsReader, TrainWeightsWriter
+from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
 from hf_trainweights.formats import get_format
 from hf_trainweights.formats.affine import Affine
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
@@ -28,6 +36,8 @@ from hf_trainweights.formats.table4 import Table4
 from hf_trainweights.inspection.difference import compare_models
 from hf_trainweights.inspection.listing import inspect_weights
 from hf_trainweights.report.write import write_report
+from hf_trainweights.tensor.distributed.placements import is_distributed
+from hf_trainweights.tensor.distributed.shards import gather
 from hf_trainweights.testing.values import assert_close_product
 
 FORMS: dict[str, Format] = {
@@ -65,19 +75,21 @@ SIZES: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-LLAMA = LlamaConfig(**SIZES)
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 256, "num_experts": 2, "num_experts_per_tok": 1, "head_dim": 64}
 
 
-def imported(name: str, dtype: torch.dtype = torch.float32, *, experts: bool = False) -> Any:
+def imported(name: str, dtype: torch.dtype = torch.float32, *, experts: bool = False, columns: int = 256) -> Any:
     """Return a model whose layers have random stored tensors of a format, as an import leaves them."""
     form, config = (
         FORMS[name],
         TrainWeightsConfig("int8", overrides={"re:.*(_proj|experts)$": FORMS[name].get_config()}),
     )
+    sizes = {**SIZES, "hidden_size": columns, "intermediate_size": columns}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS)) if experts else LlamaForCausalLM(LLAMA)
+        model: Any = LlamaForCausalLM(LlamaConfig(**sizes))
+        if experts:
+            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **EXPERTS))
     for parameter in model.parameters():
         # Not the buffers, which a load leaves in float32.
         parameter.data = parameter.data.to(dtype)
@@ -210,3 +222,93 @@ def test_mxfp4_has_the_values_that_transformers_reads(dtype: torch.dtype) -> Non
 def test_a_wrapper_stands_alone() -> None:
     with pytest.raises(ConfigError, match="format int4: expected at most one of column_scale, column_order"):
         get_format({"format": "int4", "column_scale": True, "column_order": True})
+
+
+every_form = pytest.mark.parametrize("names", [USUAL, *exhaustive([*FORMS])], ids=["usual ones", "all"])
+
+
+def on_ranks(path: Path) -> Any:
+    """Return a model that this rank shares with the others by a plan of tensor parallelism."""
+    os.environ.update(WORLD_SIZE=str(dist.get_world_size()), RANK=str(dist.get_rank()), LOCAL_RANK=str(dist.get_rank()))
+    config = DistributedConfig(tp_size=dist.get_world_size())
+    return AutoModelForCausalLM.from_pretrained(path, distributed_config=config)
+
+
+def compute_by_a_plan(rank: int, root: Path, names: Sequence[str]) -> None:
+    """Check that ranks hold parts of the weights of a saved model, and compute what one process does."""
+    del rank
+    for name in names:
+        if not FORMS[name].has_cuttable_columns:
+            with pytest.raises(UnsupportedError, match=r"down_proj\.weight: expected a weight in .* that the style"):
+                on_ranks(root / name)
+            continue
+        model, alone = on_ranks(root / name), AutoModelForCausalLM.from_pretrained(root / name)
+        torch.testing.assert_close(logits(model), logits(alone), rtol=1e-4, atol=1e-4)
+        shards = {key: tensor for key, tensor in model.named_parameters() if key in weights(alone)}
+        assert any(is_distributed(shard) for shard in shards.values())
+        for key, shard in shards.items():
+            whole: Any = gather(shard) if is_distributed(shard) else shard
+            assert same_stored(whole.detach(), weights(alone)[key].detach()), key
+
+
+def compute_by_fsdp(rank: int, root: Path, names: Sequence[str]) -> None:
+    """Check that ranks of FSDP2 compute exactly what one process does with a saved model."""
+    del rank
+    for name in names:
+        model, alone = (AutoModelForCausalLM.from_pretrained(root / name) for _ in range(2))
+        fully_shard(model.model.layers[0])
+        assert torch.equal(logits(fully_shard(model)), logits(alone))
+
+
+@pytest.mark.slow
+@every_form
+@pytest.mark.parametrize("compute", [compute_by_a_plan, compute_by_fsdp])
+def test_two_ranks_compute_what_one_process_does(
+    compute: Callable[[int, Path, Sequence[str]], None], names: Sequence[str], tmp_path: Path
+) -> None:
+    for name in names:
+        # Each rank gets a superblock of 256 columns.
+        imported(name, columns=512).save_pretrained(tmp_path / name)
+    run_ranks(2, compute, tmp_path, names)
+
+
+def spread(name: str, seed: int) -> nn.Sequential:
+    """Return two layers of a format that all ranks share."""
+    layers = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(2)))
+    for number, layer in enumerate(layers):
+        form, shape = FORMS[name], (256, 256)
+        stored = stored_tensors(form, shape, torch.float32, 2 * seed + number)
+        layer.weight = nn.Parameter(QuantizedTensor(stored, form, shape, torch.float32), requires_grad=False)
+        fully_shard(layer)
+    return fully_shard(layers)
+
+
+def save_shards(rank: int, root: Path, names: Sequence[str]) -> list[Tensor]:
+    """Save the layers of each format as torch.distributed.checkpoint, and return what they compute."""
+    del rank
+    computed = []
+    for name in names:
+        layers = spread(name, 0)
+        state_dict_saver.save({"model": ModelState(layers)}, storage_writer=TrainWeightsWriter(root / name))
+        computed.append(layers(torch.ones(1, 256)))
+    return computed
+
+
+def load_shards(rank: int, root: Path, names: Sequence[str]) -> list[Tensor]:
+    """Return what layers compute that took the saved weights."""
+    del rank
+    computed = []
+    for name in names:
+        layers = spread(name, 1)
+        state_dict_loader.load({"model": ModelState(layers)}, storage_reader=TrainWeightsReader(root / name))
+        computed.append(layers(torch.ones(1, 256)))
+    return computed
+
+
+@pytest.mark.slow
+@every_form
+def test_a_checkpoint_of_two_ranks_comes_back_on_two_and_three(names: Sequence[str], tmp_path: Path) -> None:
+    saved, _ = run_ranks(2, save_shards, tmp_path, names)
+    for world_size in (2, 3):
+        for loaded in run_ranks(world_size, load_shards, tmp_path, names):
+            assert all(torch.equal(*pair) for pair in zip(loaded, saved, strict=True))

@@ -102,6 +102,7 @@ STANDS_FOR: dict[str, dict[str, str]] = {
         "test_serialization_safetensors": f"{ARCHITECTURES}::test_roundtrip_is_bit_exact_and_saves_repeat",
         "test_compare_with_quanto": f"{ARCHITECTURES}::test_quantizing_in_place_gives_the_same_model",
         "test_check_offload_quantized": f"{LOADING}::test_a_float_checkpoint_is_not_quantized_onto_the_disk",
+        "test_load_from_quanto_saved": "imports/test_golden.py::test_weights_are_those_that_the_peer_dequantizes",
     },
     "hqq/test_hqq.py": {
         "test_to_dict": f"{CONFIG}::test_the_dict_holds_json_values_only",
@@ -130,7 +131,6 @@ NOT_HERE: dict[str, dict[str, str]] = {
     "quanto_integration/test_quanto.py": {
         "test_weight_only_quantization_conversion": HELPER,
         "test_weight_and_activation_quantization_conversion": "LayerNorms stay in float: they hold few weights.",
-        "test_load_from_quanto_saved": "quanto's own files are not read; the table of imports names those that are.",
     },
     "hqq/test_hqq.py": {"test_fp16_quantized_model_multipgpu": SEVERAL_GPUS},
     "finegrained_fp8/test_fp8.py": {

@@ -56,11 +56,8 @@ class Grouped(Codec):
     dtypes: ClassVar[frozenset[torch.dtype]] = LOSSY_DTYPES
 
     def __post_init__(self) -> None:
-        form = get_format(self.config)
-        if form.is_import_only:
-            source = f"{form}, whose weights come from files of other programs"
-            advice = f'Choose "{form.for_new_values().name}".'
-            raise ConfigError("format", "a format that this package quantizes to", source, advice)
+        if refusal := get_format(self.config).import_only_refusal():
+            raise ConfigError("format", *refusal)
 
     def _encode(self, tensor: Tensor, references: References) -> EncodedTensor:
         weight = tensor.view(_weight_shape(tensor.shape))

@@ -17,6 +17,7 @@ from hf_trainweights.imports.layouts.hqq import Hqq
 from hf_trainweights.imports.layouts.mlx import Metal, Mlx
 from hf_trainweights.imports.layouts.modelopt import ModelOpt
 from hf_trainweights.imports.layouts.mxfp4 import Mxfp4
+from hf_trainweights.imports.layouts.quanto import Quanto
 from hf_trainweights.imports.layouts.torchao import TorchAO
 
 LAYOUTS: dict[str, Callable[[Mapping[str, Any], Mapping[str, str]], Layout]] = {
@@ -32,17 +33,20 @@ LAYOUTS: dict[str, Callable[[Mapping[str, Any], Mapping[str, str]], Layout]] = {
     "mlx": Mlx,
     "modelopt": ModelOpt,
     "mxfp4": Mxfp4,
+    "quanto": Quanto,
     "torchao": TorchAO,
 }
 
 
-def layout_of(config: Mapping[str, Any], metadata: Mapping[str, str]) -> Layout:
+def layout_of(config: Mapping[str, Any], metadata: Mapping[str, str], shapes: Mapping[str, tuple[int, int]]) -> Layout:
     """Return the layout that a `quantization_config` describes; ConfigError: `LAYOUTS` has no such layout.
 
-    `metadata` is the metadata in the headers of the safetensors files.
+    `metadata` is the metadata in the headers of the safetensors files, and `shapes` as in `Layout`.
     """
     method = config.get("quant_method")
     if not isinstance(method, str) or method not in LAYOUTS:
         methods = ", ".join(LAYOUTS)
         raise ConfigError(f"{WHERE}: quant_method", f"one of {methods}", repr(method), "Load other models as they are.")
-    return LAYOUTS[method](config, metadata)
+    layout = LAYOUTS[method](config, metadata)
+    layout.shapes = shapes
+    return layout

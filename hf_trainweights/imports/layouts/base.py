@@ -44,6 +44,8 @@ class Layout(ABC):
     leaves: ClassVar[frozenset[str]]
     # The leaves that only a quantized weight has.
     marks: ClassVar[frozenset[str]]
+    # The shape `[N, K]` of each matrix that the model's class has, by its module.
+    shapes: Mapping[str, tuple[int, int]]
 
     def __init__(self, config: Mapping[str, Any], metadata: Mapping[str, str]):
         self.config = config
@@ -62,6 +64,14 @@ class Layout(ABC):
         """Return the names of a tensor's `count` slices if each slice belongs to an expert of its own, else None."""
         del name, count
         return None
+
+    def float_tensor(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a tensor that belongs to no quantized weight as Transformers' class has it, by its name in the source.
+
+        UnsupportedError: its dtype does not hold the values that the class has.
+        """
+        del name
+        return tensor
 
     def read(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor | None:
         """Return the weight of a module, or None if it is not quantized; it raises the errors of `weight`."""

@@ -1,4 +1,4 @@
-"""Codes as other quantizers pack them: streams of bits, and two codes in a byte."""
+"""Codes as other quantizers pack them: streams of bits, planes of bits, and two codes in a byte."""
 
 from __future__ import annotations
 
@@ -36,6 +36,29 @@ def unpack_stream(words: Tensor, bits: int) -> Tensor:
     blocks = rows.split(max(1, _BLOCK_CODES // max(1, count)))
     codes = [unpack_bits(block, bits, count).to(torch.uint8) for block in blocks]
     return torch.cat(codes).view(*octets.shape[:-1], count)
+
+
+def unpack_planar(words: Tensor, bits: int) -> Tensor:
+    """Unpack codes of 2 to 8 bits as GPTQModel's `gptq_p` has them: 32 codes in `bits` words, plane by plane.
+
+    The first plane has the lowest bits of all codes, as many as the largest power of two in `bits`.
+
+    Args:
+        words: int32 words, `[*, K / 32 * bits]`.
+        bits: Bits of a code.
+
+    Returns:
+        uint8 codes, `[*, K]`.
+    """
+    blocks = words.unflatten(-1, (-1, bits))
+    codes = torch.zeros((*blocks.shape[:-1], 32), dtype=torch.uint8, device=words.device)
+    start = 0
+    for width in (8, 4, 2, 1):
+        if bits & width:
+            plane = unpack_stream(blocks[..., start : start + width], width)
+            codes |= plane << start
+            start += width
+    return codes.flatten(-2)
 
 
 def swap_nibbles(octets: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""GPTQ's layout: codes of 2, 3, 4 or 8 bits as one stream along K, with a zero point for each group.
+"""GPTQ's layout: codes of 2, 3, 4 or 8 bits as one stream along K, or in planes, with a zero point for each group.
 
 | tensor | shape | dtype |
 |---|---|---|
@@ -8,7 +8,8 @@
 | `g_idx` | `[K]`: the group of each column | int32 |
 
 `weight = (code - zero) * scale`, in the dtype of the scales. Version 1 stores each zero point minus 1. The
-columns of a group lie scattered after `desc_act`. Source: https://github.com/ModelCloud/GPTQModel
+columns of a group lie scattered after `desc_act`. `gptq_p` has planes of bits (`unpack_planar`), and also codes of 5, 6
+and 7 bits. Source: https://github.com/ModelCloud/GPTQModel
 """
 
 from __future__ import annotations
@@ -31,13 +32,17 @@ from hf_trainweights.imports.layouts.base import (
     matrix,
     unsupported,
 )
-from hf_trainweights.imports.layouts.codes import unpack_stream
+from hf_trainweights.imports.layouts.codes import unpack_planar, unpack_stream
 from hf_trainweights.imports.layouts.weights import integer_weight, ordered_weight
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
-_BITS = {2, 3, 4, 8}
+_PLANAR = "gptq_p"
+# Columns and rows whose codes lie in planes together.
+_BLOCK = 32
 # GPTQ stores each zero point minus this number, by `checkpoint_format`.
-_ZERO_POINT_OFFSETS = {"gptq": 1, "gptq_v2": 0}
+_ZERO_POINT_OFFSETS = {"gptq": 1, "gptq_v2": 0, _PLANAR: 0}
+# Codes of so many bits become codes of 8 bits, and the middle of their range the middle of that.
+_WITHOUT_FORMAT, _MIDDLE = 7, 64
 # Settings by which the weights are used otherwise than they are stored.
 _OTHER_WEIGHTS = ("rotation", "adapter")
 
@@ -72,7 +77,7 @@ class Sizes:
 
 
 class Gptq(Layout):
-    """Weights of 2, 3, 4 or 8 bits."""
+    """Weights of 2, 3, 4 or 8 bits, or in planes of 2 to 8 bits."""
 
     leaves = marks = frozenset(("qweight", "qzeros", "scales", "g_idx"))
 
@@ -80,10 +85,13 @@ class Gptq(Layout):
         super().__init__(config, metadata)
         self._sizes = Sizes(config)
         version = self._version()
-        if not self._sizes.bits <= _BITS:
-            raise unsupported(f"{WHERE}: bits", "2, 3, 4 or 8", ", ".join(map(str, sorted(self._sizes.bits))))
         if not isinstance(version, str) or version not in _ZERO_POINT_OFFSETS:
-            raise unsupported(f"{WHERE}: checkpoint_format", "gptq or gptq_v2", repr(version))
+            raise unsupported(f"{WHERE}: checkpoint_format", f"one of {', '.join(_ZERO_POINT_OFFSETS)}", repr(version))
+        self._is_planar = version == _PLANAR
+        readable = (2, 3, 4, 5, 6, 7, 8) if self._is_planar else (2, 3, 4, 8)
+        if not self._sizes.bits <= {*readable}:
+            expected = f"one of {', '.join(map(str, readable))} for {version}"
+            raise unsupported(f"{WHERE}: bits", expected, ", ".join(map(str, sorted(self._sizes.bits))))
         for key in _OTHER_WEIGHTS:
             if config.get(key):
                 raise unsupported(f"{WHERE}: {key}", "weights that are used as they are", repr(config[key])[:200])
@@ -105,8 +113,13 @@ class Gptq(Layout):
         check_tensor(module, tensors, "qzeros", (torch.int32,), (G, -(-N * bits // 32)))
         # desc_act scatters the columns of a group, and only g_idx says where they are.
         check_tensor(module, tensors, "g_idx", INTEGERS, (K,), required=bool(self.config.get("desc_act")))
-        codes = unpack_stream(tensors["qweight"].t(), bits)
+        if self._is_planar and (words % bits or N % _BLOCK):
+            raise unsupported(name, f"multiples of {_BLOCK} rows and columns for {_PLANAR}", f"{N} rows, {K} columns")
+        unpack = unpack_planar if self._is_planar else unpack_stream
+        codes = unpack(tensors["qweight"].t(), bits)
         zero, scale = self._zero_points(tensors["qzeros"], bits)[:, :N].t(), tensors["scales"].t()
+        if bits == _WITHOUT_FORMAT:
+            codes, zero, bits = codes + _MIDDLE, zero + _MIDDLE, 8
         if "g_idx" in tensors:
             return ordered_weight(name, codes, scale, bits, zero, tensors["g_idx"])
         return integer_weight(name, codes, scale, bits, zero)
@@ -121,6 +134,8 @@ class Gptq(Layout):
 
     def _zero_points(self, words: Tensor, bits: int) -> Tensor:
         """Return the zero points of groups, `[G, N]`, 0 to `2**bits`."""
+        if self._is_planar:
+            return unpack_planar(words, bits)
         if not self._zero_point_offset:
             return unpack_stream(words, bits)
         if self._from_gptqmodel and 32 % bits == 0:

@@ -44,8 +44,10 @@ _WORDS = (torch.uint32, torch.int32)
 _STACKED = re.compile(r"(?P<block>.*)\.switch_mlp\.(?P<matrix>gate_proj|up_proj|down_proj)\.(?P<leaf>\w+)", re.DOTALL)
 # The names of an expert's matrices in the blocks that are called so.
 _RENAMED = {"block_sparse_moe": {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}}
-# MLX adds 1 to the norms of these models, in their dtype, when it converts them.
-_CHANGED_NORMS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
+# MLX adds 1 to these norms of Qwen3-Next, in their dtype, when it converts the model, and so it does in Qwen3.5.
+_QWEN3_NEXT = "qwen3_next"
+_NORMS = re.compile(r".*\b(input_layernorm|post_attention_layernorm|q_norm|k_norm|model\.norm)\.weight", re.DOTALL)
+_CHANGED_MODELS = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 class Mlx(Layout):
@@ -61,9 +63,23 @@ class Mlx(Layout):
         self._settings(self.config, WHERE)
         # To the module of each expert's matrix, the module that stacks them.
         self._stacked: dict[str, str] = {}
-        if config.get("model_type") in _CHANGED_NORMS:
-            changed = f"{config['model_type']}, to whose norms MLX has added 1"
+        if config.get("model_type") in _CHANGED_MODELS:
+            changed = f"{config['model_type']}, whose float weights MLX has changed"
             raise unsupported("config.json: model_type", "a model whose float weights MLX leaves as they are", changed)
+
+    def float_tensor(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a float tensor; of Qwen3-Next a norm less 1, and a convolution with its kernel last."""
+        if self.config.get("model_type") != _QWEN3_NEXT:
+            return tensor
+        if name.endswith(".conv1d.weight") and tensor.dim() == 3:
+            return tensor.movedim(1, 2).contiguous()
+        if not _NORMS.fullmatch(name) or tensor.dim() != 1:
+            return tensor
+        exact = tensor.double() - 1
+        less = exact.to(tensor.dtype)
+        if not torch.equal(less.double(), exact):
+            raise unsupported(name, f"a norm from which 1 can be subtracted in {tensor.dtype}", "other numbers")
+        return less
 
     def expert_names(self, name: str, count: int) -> list[str] | None:
         """Return the names of each expert's matrices in a checkpoint of Transformers."""

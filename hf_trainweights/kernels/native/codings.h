@@ -122,7 +122,7 @@ static inline void write_powers(const uint8_t *codes, int64_t G, float *to) {
     }
 }
 
-static inline void write_float8(const Product *p, int64_t n, int64_t G, float *to) {
+static inline void write_float8_scales(const Product *p, int64_t n, int64_t G, float *to) {
     Floats global = all_floats(p->global_scale[n]), values[2];
     for (int64_t g = 0; g < G; g += 2 * LANES) {
         load_float8((const uint8_t *)p->scale + n * G + g, G - g, values);
@@ -180,7 +180,7 @@ static inline void write_scales_of_coding(const Product *p, int64_t n, int64_t G
         case PLAIN: copy_as_float32(p->scale, p->weight.scale_dtype, n * G, G, round_up(G, LANES), to.scale); break;
         case E8M0: write_powers((const uint8_t *)p->scale + n * G, G, to.scale); break;
         case E4M3:
-        case E4M3_DIVIDED: write_float8(p, n, G, to.scale); break;
+        case E4M3_DIVIDED: write_float8_scales(p, n, G, to.scale); break;
         case NESTED: write_nested(p, n, G, to.scale); break;
         case K4: write_superblocks(p, n, to, K4); break;
         case K2: write_superblocks(p, n, to, K2); break;
@@ -197,4 +197,28 @@ static inline void write_groups(const Product *p, int64_t n, Groups to) {
     if (has_zeros(&p->weight)) write_zeros(p, n, G, to.zero);
     if (p->weight.offset == BIAS)
         copy_as_float32(p->zero_point, p->weight.scale_dtype, n * G, G, round_up(G, LANES), to.offset);
+}
+
+// Return an intermediate result as the next operation gets it.
+static inline __attribute__((always_inline)) Floats rounded_to(Floats values, int dtype) {
+    uint16_t halves[LANES];
+    if (dtype == FLOAT32) return unfused(values);
+    store_floats(halves, dtype, 0, LANES, values);
+    return load_floats(halves, dtype, 0, LANES);
+}
+
+// The operations that make a number of a code of affine: it has zero points, or a bias or minima.
+enum { SUBTRACT = 8, ADD = 16 };
+
+static inline int operations_of(const Weight *w) {
+    return w->family | (has_zeros(w) ? SUBTRACT : 0) | (has_offsets(w) ? ADD : 0);
+}
+
+// Return the numbers that codes of group g stand for. Intermediate results are rounded to a dtype.
+static inline __attribute__((always_inline)) Floats numbers_of(Floats codes, const Groups *groups, int64_t g,
+                                                               int operations, int dtype) {
+    if (operations & SUBTRACT) codes = rounded_to(codes - all_floats(groups->zero[g]), dtype);
+    codes *= all_floats(groups->scale[g]);
+    if (operations & ADD) codes = rounded_to(codes, dtype) + all_floats(groups->offset[g]);
+    return codes;
 }

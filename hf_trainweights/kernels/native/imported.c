@@ -77,56 +77,38 @@ static inline Floats values_of(const float *table, Integers indexes) {
     return values;
 }
 
-// Return an intermediate result as the next operation gets it.
-static inline __attribute__((always_inline)) Floats rounded_to(Floats values, int dtype) {
-    uint16_t halves[LANES];
-    if (dtype == FLOAT32) return unfused(values);
-    store_floats(halves, dtype, 0, LANES, values);
-    return load_floats(halves, dtype, 0, LANES);
-}
-
-// The steps of dequantizing: those of affine with zero points, with a bias or minima, or with neither.
-enum { SUBTRACT = 8, ADD = 16 };
-
-static int steps_of(const Weight *w) {
-    return w->family | (has_zeros(w) ? SUBTRACT : 0) | (has_offsets(w) ? ADD : 0);
-}
-
 // Return a vector of the weights of group g. Intermediate results are rounded to a dtype.
 static inline __attribute__((always_inline)) Floats weights_of(const Product *p, const Row *row, int64_t k, int64_t g,
-                                                               int steps, int dtype) {
-    Floats scale = all_floats(row->groups.scale[g]), values;
+                                                               int operations, int dtype) {
     // Scaling by 256 is exact.
-    if (steps == FLOAT8_GROUPS) return *(const Floats *)(row->values + k) * (scale * all_floats(256));
+    if (operations == FLOAT8_GROUPS)
+        return *(const Floats *)(row->values + k) * (all_floats(row->groups.scale[g]) * all_floats(256));
     Integers codes = widened(row->codes + k);
-    if (steps == TABLE4) return values_of(p->table, codes) * scale;
-    values = to_floats(codes);
-    if (steps & SUBTRACT) values = rounded_to(values - all_floats(row->groups.zero[g]), dtype);
-    values *= scale;
-    if (steps & ADD) values = rounded_to(values, dtype) + all_floats(row->groups.offset[g]);
-    return values;
+    Floats values = operations == TABLE4 ? values_of(p->table, codes) : to_floats(codes);
+    return numbers_of(values, &row->groups, g, operations, dtype);
 }
 
 // Write the weights of row n in a dtype. In `to` the row begins at `at`.
-static inline __attribute__((always_inline)) void write_weights(const Product *p, const Row *row, int steps, int dtype,
-                                                                int each, void *to, int64_t at) {
+static inline __attribute__((always_inline)) void write_weights(const Product *p, const Row *row, int operations,
+                                                                int dtype, int each, void *to, int64_t at) {
     int64_t K = p->weight.K, size = p->weight.group_size ? p->weight.group_size : K;
+    int between = each ? dtype : FLOAT32;
     for (int64_t first = 0, g = 0; first < K; first += size, g++) {
         int64_t k = first, end = least(first + size, K);
         for (; k + LANES <= end; k += LANES)
-            store_floats(to, dtype, at + k, LANES, weights_of(p, row, k, g, steps, each ? dtype : FLOAT32));
-        if (k < end) store_floats(to, dtype, at + k, end - k, weights_of(p, row, k, g, steps, each ? dtype : FLOAT32));
+            store_floats(to, dtype, at + k, LANES, weights_of(p, row, k, g, operations, between));
+        if (k < end) store_floats(to, dtype, at + k, end - k, weights_of(p, row, k, g, operations, between));
     }
 }
 
-// The compiler gets the steps as a constant.
+// The compiler gets the operations as a constant.
 static inline __attribute__((always_inline)) void write_row(const Product *p, const Row *row, int dtype, int each,
                                                             void *to, int64_t at) {
-    int steps = steps_of(&p->weight);
-    if (steps == TABLE4) write_weights(p, row, TABLE4, dtype, each, to, at);
-    if (steps == FLOAT8_GROUPS) write_weights(p, row, FLOAT8_GROUPS, dtype, each, to, at);
-    if (steps == (AFFINE | SUBTRACT)) write_weights(p, row, AFFINE | SUBTRACT, dtype, each, to, at);
-    if (steps == (AFFINE | ADD)) write_weights(p, row, AFFINE | ADD, dtype, each, to, at);
+    int operations = operations_of(&p->weight);
+    if (operations == TABLE4) write_weights(p, row, TABLE4, dtype, each, to, at);
+    if (operations == FLOAT8_GROUPS) write_weights(p, row, FLOAT8_GROUPS, dtype, each, to, at);
+    if (operations == (AFFINE | SUBTRACT)) write_weights(p, row, AFFINE | SUBTRACT, dtype, each, to, at);
+    if (operations == (AFFINE | ADD)) write_weights(p, row, AFFINE | ADD, dtype, each, to, at);
 }
 
 static void prepare_row(const Product *p, int64_t n, const Row *row) {

@@ -250,9 +250,8 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         overrides = {f"overrides[{name!r}]": value for name, value in (self.overrides or {}).items()}
         for where, value in {"format": self.default_format.get_config(), **overrides}.items():
             form = format_of(value)
-            if form is not None and form.is_import_only:
-                expected, next_step = "a format that floats are quantized to", f"Choose {form.for_new_values()}."
-                raise ConfigError(where, expected, f"{form}, for weights that are quantized already", next_step)
+            if form is not None and (refusal := form.import_only_refusal()):
+                raise ConfigError(where, *refusal)
         names = _argument_names()
         unknown = sorted(vars(self).keys() - names)
         if unknown:

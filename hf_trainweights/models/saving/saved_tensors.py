@@ -181,6 +181,8 @@ def matrices_in_checkpoint(
     matrices: dict[str, dict[str, slice]] = defaultdict(dict)
     broken: set[str] = joined.intersection(shapes)
     for saved_name, rows in checkpoint_tensors(model, numbers).items():
+        if not rows.numel():
+            continue
         first, count = int(rows.flatten()[0]), rows.numel() // 2
         index = bisect.bisect_right(ends, first) - 1
         name, shape = names[index], shapes[names[index]]

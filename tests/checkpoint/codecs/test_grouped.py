@@ -75,5 +75,5 @@ def test_a_format_that_does_not_fit_the_shape_is_an_error():
 
 @pytest.mark.parametrize("config", [{"format": "table4"}, {"format": "affine", "offset": "bias"}], ids=str)
 def test_formats_of_files_alone_are_refused(config):
-    with pytest.raises(ConfigError, match="a format that this package quantizes to, found"):
+    with pytest.raises(ConfigError, match="a format that floats are quantized to, found"):
         Grouped(config)

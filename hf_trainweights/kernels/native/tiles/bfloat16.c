@@ -1,7 +1,7 @@
 // Tokens and rows of the weight as bfloat16, 32 columns a step. If codes are nibbles, the first step of a pair has the
 // even columns and the second step the odd ones.
 #include "../bytes/digits.h"
-#include "panel.h"
+#include "pieces.h"
 
 // The integer 1 becomes this number if a row has one scale, which its sums are multiplied by at the end. It is a power
 // of two, so that codes stay exact, and so small that sums of 65,536 products with codes of 127 are no larger than x.
@@ -49,8 +49,8 @@ void write_tokens_as_bfloat16(const Panel *panel, int64_t tile) {
     int64_t first = panel->token + tile * TILE_ROWS, tokens = least(TILE_ROWS, p->M - first);
     const uint16_t *x = (const uint16_t *)p->x + first * p->weight.K;
     if (panel->column == 0) measure_tokens(panel, tile, codes_hold_scales(panel) ? 1 : 1 / CODE_UNIT);
-    if (has_other_codes(p) || p->weight.bits == 8) write_tile(panel, tile, x, tokens, 8);
-    else write_tile(panel, tile, x, tokens, 4);
+    if (is_in_nibbles(p)) write_tile(panel, tile, x, tokens, 4);
+    else write_tile(panel, tile, x, tokens, 8);
 }
 
 static inline Integers rounded(Floats low, Floats high) { return (Integers)_mm512_cvtne2ps_pbh(high, low); }
@@ -70,26 +70,52 @@ static void write_row(const uint8_t *row, int64_t columns, const float *scale, i
     }
 }
 
-// Write codes of 4 bits times their scales. A group has only 16 different products, so each code takes its product from
-// a table. A vector has room for two tables, which groups of 32 columns need for the 64 columns of two steps.
-static void write_row_of_nibbles(const uint8_t *row, int64_t columns, Floats codes, const float *scale, int64_t group,
-                                 int8_t *to) {
-    const __m512i nibble = _mm512_set1_epi16(15);
-    const __m512i second = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
-    __m512i table = _mm512_setzero_si512();
-    for (int64_t k = 0, next = 0; k < columns; k += 64, to += 2 * TILE_BYTES) {
+// Return the numbers of two groups, or of the last one twice.
+static inline __m512i table_of(const Numbers *numbers, int64_t g) {
+    int64_t last = numbers->count - 1;
+    Floats both[2];
+    for (int i = 0; i < 2; i++)
+        both[i] = numbers_of(numbers->codes, &numbers->groups, least(g + i, last), numbers->operations, numbers->dtype);
+    return (__m512i)rounded(both[0], both[1]);
+}
+
+// Write codes of 4 bits as numbers. A group has only 16 different ones, so each code takes its number from a table. A
+// vector has room for two tables. The 64 columns of two steps have two in groups of 32, and four in groups of 16.
+static inline __attribute__((always_inline)) void write_nibbles(const uint8_t *row, int64_t column, int64_t columns,
+                                                                const Numbers *numbers, int64_t group, int tables,
+                                                                int8_t *to) {
+    const __m512i nibble = _mm512_set1_epi16(15), even_columns = _mm512_loadu_si512(EVEN);
+    const int shift = tables == 4 ? 4 : tables == 2 ? 5 : 6;  // from a column to the table of its group
+    const __m512i first_entries = _mm512_slli_epi16(_mm512_srli_epi16(even_columns, shift), 4);
+    __m512i table = _mm512_setzero_si512(), others = table;
+    int64_t g = column / group, next = 0;
+    for (int64_t k = 0; k < columns; k += 64, to += 2 * TILE_BYTES) {
         if (k == next) {
-            const float *other = scale + (group == 32 && k + 32 < columns);
-            table = (__m512i)rounded(codes * all_floats(*scale), codes * all_floats(*other));
-            scale = other + 1;
-            next += group == 32 ? 64 : group;
+            table = table_of(numbers, g);
+            if (tables == 4) others = table_of(numbers, g + 2);
+            g += tables;
+            next = tables == 1 ? g * group - column : next + 64;
         }
         __m512i pairs = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(first_of_32((columns - k) / 2), row + k / 2));
-        __m512i even = _mm512_or_si512(_mm512_and_si512(pairs, nibble), second);
-        __m512i odd = _mm512_or_si512(_mm512_srli_epi16(pairs, 4), second);
-        _mm512_storeu_si512(to, _mm512_permutexvar_epi16(even, table));
-        _mm512_storeu_si512(to + TILE_BYTES, _mm512_permutexvar_epi16(odd, table));
+        __m512i even = _mm512_or_si512(_mm512_and_si512(pairs, nibble), first_entries);
+        __m512i odd = _mm512_or_si512(_mm512_srli_epi16(pairs, 4), first_entries);
+        if (tables == 4) {
+            _mm512_storeu_si512(to, _mm512_permutex2var_epi16(table, even, others));
+            _mm512_storeu_si512(to + TILE_BYTES, _mm512_permutex2var_epi16(table, odd, others));
+        } else {
+            _mm512_storeu_si512(to, _mm512_permutexvar_epi16(even, table));
+            _mm512_storeu_si512(to + TILE_BYTES, _mm512_permutexvar_epi16(odd, table));
+        }
     }
+}
+
+// The compiler gets the number of tables as a constant.
+void write_row_of_nibbles(const Panel *panel, int64_t n, const Numbers *numbers, int8_t *to) {
+    const uint8_t *row = row_of(panel->product, n) + (panel->column >> 1);
+    int64_t column = panel->column, columns = panel->columns, group = group_columns(panel->product);
+    if (group == 16) write_nibbles(row, column, columns, numbers, group, 4, to);
+    else if (group == 32) write_nibbles(row, column, columns, numbers, group, 2, to);
+    else write_nibbles(row, column, columns, numbers, group, 1, to);
 }
 
 void write_rows_as_bfloat16(const Panel *panel, const Block *block) {
@@ -97,12 +123,14 @@ void write_rows_as_bfloat16(const Panel *panel, const Block *block) {
     const Weight *w = &p->weight;
     int64_t steps = steps_of(panel, panel->columns), G = groups_of(p), group = group_columns(p);
     Integers values = w->codebook ? widen_bytes(load_bytes(CODEBOOK, 16), 0) - 128 : lane_numbers() - 8;
-    Floats codes = to_floats(values);
+    Numbers numbers = {.codes = to_floats(values), .count = G};
     for (int64_t r = 0; r < least(BLOCK_ROWS, w->N - block->first); r++) {
-        const uint8_t *row = row_of(p, block->first + r) + (panel->column * w->bits >> 3);
-        const float *scale = block->scale + r * G + panel->column / group;
+        int64_t n = block->first + r;
+        const uint8_t *row = row_of(p, n) + panel->column;
+        numbers.groups.scale = block->scale + r * G;
+        const float *scale = numbers.groups.scale + panel->column / group;
         int8_t *to = block->tiles + r / TILE_ROWS * steps * TILE_BYTES + r % TILE_ROWS * 64;
-        if (w->bits == 4) write_row_of_nibbles(row, panel->columns, codes, scale, group, to);
+        if (w->bits == 4) write_row_of_nibbles(panel, n, &numbers, to);
         else write_row(row, panel->columns, codes_hold_scales(panel) ? scale : NULL, group, to);
     }
 }

@@ -1,20 +1,8 @@
 // Tokens and rows written as numbers. Tokens become float32, 16 columns a step, or pieces of bfloat16 whose sums are
 // numbers of float32 or float16, 32 columns a step. Rows of uint and float8 become float32, bfloat16 or pieces.
-#include "panel.h"
+#include "pieces.h"
 
 #ifdef HAS_TILES
-// Return 32 numbers rounded to bfloat16, and subtract the rounded numbers from them. Infinity leaves 0.
-static inline Integers take_piece(Floats numbers[2]) {
-    Integers piece = (Integers)_mm512_cvtne2ps_pbh(numbers[1], numbers[0]);
-    __m256i halves[2];
-    memcpy(halves, &piece, sizeof piece);
-    for (int i = 0; i < 2; i++) {
-        Floats left = numbers[i] - (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves[i]), 16);
-        numbers[i] = (Floats)((Integers)left & (left == left));
-    }
-    return piece;
-}
-
 // Return the largest power of two up to a number, and at most 2^126, so that 1 / unit is no subnormal number.
 static inline float power_of_two(float number) {
     uint32_t bits;
@@ -82,26 +70,6 @@ void write_tokens_as_floats(const Panel *panel, int64_t tile) {
     }
 }
 #endif
-
-// Write 32 numbers of a row, perhaps as pieces, and return the address of its next numbers.
-static inline __attribute__((always_inline)) int8_t *write_numbers(Floats numbers[2], Way way, int pieces, int8_t *to) {
-#ifdef HAS_TILES
-    if (way == FLOATS) {
-        for (int r = 0; r < pieces; r++, to += TILE_BYTES) *(Integers *)to = take_piece(numbers);
-        return to;
-    }
-#endif
-#ifdef __AVX512BF16__
-    if (way == WIDENED) {
-        *(Integers *)to = (Integers)_mm512_cvtne2ps_pbh(numbers[1], numbers[0]);
-        return to + TILE_BYTES;
-    }
-#endif
-    (void)way, (void)pieces;
-    *(Floats *)to = numbers[0];
-    *(Floats *)(to + TILE_BYTES) = numbers[1];
-    return to + 2 * TILE_BYTES;
-}
 
 static inline __attribute__((always_inline)) void write_uint(const Panel *panel, int64_t n, Way way, float factor,
                                                              int8_t *memory, int8_t *to) {

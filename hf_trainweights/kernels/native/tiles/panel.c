@@ -14,7 +14,8 @@ static int64_t most_columns(const Panel *panel, int64_t column_bytes) {
     if (!IN_TILES || round_up(p->M, TILE_ROWS) * all * column_bytes <= HELD_BYTES) return all;
     int64_t most = panel->way == DIGITS ? ROW_BYTES : ROW_BYTES_OF_BFLOAT16 / 2 / panel->row_pieces;
     int64_t panels = (K + most - 1) / most;
-    return least(all, round_up((K + panels - 1) / panels, p->weight.group_size > 64 ? whole : 64));
+    int has_groups = p->weight.group_size > 64 && !p->weight.family;
+    return least(all, round_up((K + panels - 1) / panels, has_groups ? whole : 64));
 }
 
 static int64_t most_tokens(const Product *p, int64_t token_bytes) {
@@ -46,7 +47,8 @@ static int64_t row_tiles(const Panel *panel) { return 2 * steps_of(panel, panel-
 
 static int64_t block_bytes(const Panel *panel) {
     const Product *p = panel->product;
-    int64_t row = p->weight.code_units ? round_up(uint_row_bytes(p), ALIGNMENT) : 0;
+    int64_t row = p->weight.family ? groups_bytes(p) : 0;
+    if (p->weight.code_units) row = round_up(uint_row_bytes(p), ALIGNMENT);
     return (row_tiles(panel) + QUARTERS + 2) * TILE_BYTES + 2 * SUMS_BYTES + BLOCK_ROWS * scales_of_row(p) * 4 + row;
 }
 

@@ -49,8 +49,8 @@ typedef struct {
 typedef struct {
     int64_t first;        // row of the weight
     int8_t *tiles;        // [2][steps][row_pieces] of rows; behind the last row of the weight they hold any bytes
-    float *scale;         // [BLOCK_ROWS][G], for uint and float8 [BLOCK_ROWS]
-    int8_t *row;          // memory for a row of uint
+    float *scale;         // [BLOCK_ROWS][G], for uint, float8 and formats of other programs [BLOCK_ROWS]
+    int8_t *row;          // memory for a row of uint, or for the groups of a row of other programs
     int8_t *sums;         // [2][SUMS_BYTES]: of a unit and of the next
     float *partial_sums;  // [QUARTERS][16][16]: sums over earlier groups
     float *results;       // [16 tokens][BLOCK_ROWS]
@@ -85,10 +85,20 @@ static inline int64_t group_columns(const Product *p) {
 static inline int codes_hold_scales(const Panel *panel) {
     const Weight *w = &panel->product->weight;
     if (panel->way == FLOATS) return !IN_TILES;
-    return panel->way == WIDENED && (w->bits != 8 || w->group_size);
+    return panel->way == WIDENED && (w->family || w->bits != 8 || w->group_size);
 }
-// Whether the codes are those of uint or float8. The others are integers of one byte or half a byte.
-static inline int has_other_codes(const Product *p) { return p->weight.code_units || !p->weight.bits; }
+// Whether codes are written as numbers that hold the scales of groups: those of uint, float8 and other programs. The
+// others are integers of one byte or half a byte.
+static inline int has_other_codes(const Product *p) {
+    return p->weight.code_units || !p->weight.bits || p->weight.family;
+}
+// Whether a step of bfloat16 has the even columns of 64, and the next one the odd ones, as nibbles lie in bytes.
+static inline int is_in_nibbles(const Product *p) {
+    const Weight *w = &p->weight;
+    int64_t size = w->group_size;
+    if (w->family) return w->bits == 4 && (size == 16 || size == 32 || (size && size % 64 == 0));
+    return w->bits == 4 && !w->code_units;
+}
 // The number of scales of a row in a block. The integers of uint contain the scales of their groups.
 static inline int64_t scales_of_row(const Product *p) { return has_other_codes(p) ? 1 : groups_of(p); }
 
@@ -110,6 +120,9 @@ void write_tokens_as_floats(const Panel *panel, int64_t tile);
 void write_rows_as_bytes(const Panel *panel, const Block *block);
 void write_rows_as_bfloat16(const Panel *panel, const Block *block);
 void write_rows_as_numbers(const Panel *panel, const Block *block);
+void write_imported_rows(const Panel *panel, const Block *block);
+// Memory for the groups of a row of a format of another program.
+int64_t groups_bytes(const Product *p);
 
 // Write the token scales of tokens that are written as the numbers of x: all are `token_scale`, but NaN if codes are
 // integers and x is not finite, which makes the results NaN.

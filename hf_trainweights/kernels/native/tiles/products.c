@@ -200,7 +200,8 @@ static void write_tokens(const Panel *panel, int64_t tile) {
 
 // Write rows of the weight, and multiply them with the tokens that the panel holds.
 static void write_and_multiply(const Panel *panel, const Block *block) {
-    if (has_other_codes(panel->product)) write_rows_as_numbers(panel, block);
+    if (panel->product->weight.family) write_imported_rows(panel, block);
+    else if (has_other_codes(panel->product)) write_rows_as_numbers(panel, block);
     if (panel->way == FLOATS) multiply_block_FLOATS_1(panel, block);
 #ifdef __AVX512BF16__
     if (panel->way == WIDENED) {

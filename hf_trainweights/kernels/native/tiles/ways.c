@@ -42,8 +42,20 @@ static Way way_of_others(const Product *p) {
     return FLOATS;
 }
 
+// Return the way of a format of another program. Its numbers are written 16 at a time, all of one group.
+static Way way_of_family(const Product *p) {
+    const Weight *w = &p->weight;
+    int is_fast = w->family == FLOAT8_GROUPS && w->dtype == BFLOAT16, has_bytes = w->family != AFFINE || w->digits < 3;
+    if ((p->M <= ROWS_WITHOUT_PANELS && has_bytes && !is_fast) || w->group_size % LANES) return NO_WAY;
+#ifdef __AVX512BF16__
+    if (w->dtype == BFLOAT16) return WIDENED;
+#endif
+    return IN_TILES ? NO_WAY : FLOATS;
+}
+
 static Way way_of(const Product *p) {
-    if (p->weight.family || p->M <= FEW_ROWS || !IS_GRANTED) return NO_WAY;
+    if (p->M <= FEW_ROWS || !IS_GRANTED) return NO_WAY;
+    if (p->weight.family) return way_of_family(p);
     if (has_other_codes(p)) return way_of_others(p);
 #ifdef __AVX512BF16__
     if (are_widened(p) && fits(p, 32)) return WIDENED;
