@@ -10,7 +10,7 @@
 #define FETCHED_BYTES 4096
 // A panel of tokens that vectors multiply takes at most so many bytes: a third-level cache is fast enough.
 #define HELD_BYTES_OF_VECTORS 8388608
-// Up to so many rows, products with uint take no panels, nor do those with float8 unless x is bfloat16.
+// Up to so many rows, products with uint and formats of other programs take no panels, nor do those with float8 unless x is bfloat16.
 #define ROWS_WITHOUT_PANELS 8
 // Up to so many rows of bfloat16, int4 is multiplied with the digits of x; above, as bfloat16.
 #define DIGIT_ROWS_OF_INT4 16
