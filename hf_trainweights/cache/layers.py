@@ -264,6 +264,7 @@ class KVLayer(CacheLayerMixin):
         Raises:
             ConfigError: There are not so many, or a window that ends before them is no longer stored.
         """
+        number = int(number)  # Transformers 5.17 may pass a tensor
         count = -number if number <= 0 else max(0, self.get_seq_length() - number)
         most = self.length if self.window is None or not self.dropped else self.length - self.window + 1
         if count > most and self.is_initialized:
