@@ -66,7 +66,7 @@ class Float8(Layout):
     def weight(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
         """Return the weight of a module."""
         name, codes = f"{module}.weight", tensors.get("weight")
-        if codes is not None and codes.dim() > 2:
+        if codes is not None and codes.dim() > 2 and _EXPERTS.fullmatch(module):
             return self._weight_of_experts(module, tensors)
         if codes is not None and codes.dtype is torch.float8_e5m2:
             raise unsupported(name, "float8 codes of e4m3", "e5m2")
