@@ -56,7 +56,7 @@ def test_a_run_without_findings_is_recorded_and_ends_with_0(run, tmp_path, capsy
 
 
 def test_a_finding_ends_a_run_with_1_and_can_be_tried_again(run, tmp_path, capsys):
-    assert run("--seconds", "0.5", "--targets", "sound", "unsound") == 1
+    assert run("--seconds", "2", "--targets", "sound", "unsound") == 1
     (kept,) = (tmp_path / "corpus").iterdir()
     assert f"FINDING {kept}" in capsys.readouterr().out
     assert run("--repeat", str(kept)) == 1
@@ -64,7 +64,7 @@ def test_a_finding_ends_a_run_with_1_and_can_be_tried_again(run, tmp_path, capsy
 
 
 def test_a_finding_that_was_mended_ends_with_0(run, tmp_path, monkeypatch):
-    assert run("--seconds", "0.5", "--targets", "unsound") == 1
+    assert run("--seconds", "2", "--targets", "unsound") == 1
     (kept,) = (tmp_path / "corpus").iterdir()
     monkeypatch.setattr(Unsound, "run", Sound.run)
     assert run("--repeat", str(kept)) == 0

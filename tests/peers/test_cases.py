@@ -82,7 +82,7 @@ STANDS_FOR: dict[str, dict[str, str]] = {
         "test_json_serialization": f"{CONFIG}::test_json_round_trips",
         "test_int4wo_quant": f"{ARCHITECTURES}::test_quantized_outputs_are_close_to_float",
         "test_int4wo_quant_bfloat16_conversion": f"{ARCHITECTURES}::test_roundtrip_is_bit_exact_in_bfloat16",
-        "test_int8_dynamic_activation_int8_weight_quant": f"{LOADING}::test_int8_activations_survive_saving",
+        "test_int8_dynamic_activation_int8_weight_quant": f"{LOADING}::test_rounded_activations_survive_saving",
         "test_include_input_output_embeddings": f"{ARCHITECTURES}::test_separate_embeddings_stay_separate",
         "test_per_module_config_skip": f"{HERE}::test_each_layer_may_have_settings_of_its_own",
         "test_fqn_to_config_regex_precedence": f"{CONFIG}::test_the_more_exact_selector_wins_then_the_first_expression",
