@@ -849,7 +849,11 @@ def beside_llama_cpp() -> str:
     return f"{table(header, rows)}\n\n{caption}"
 
 
-_LLAMA_CPP_COLUMNS = (("eager", ("prompt", "token", "batch")), ("compiled", ("token",)))
+_LLAMA_CPP_COLUMNS = (
+    ("eager", ("prompt", "token", "batch")),
+    ("eager, small cache", ("token", "batch")),
+    ("compiled, small cache", ("token", "batch")),
+)
 _LLAMA_CPP_PHASES = {"prompt": "a prompt of 256", "token": "a token", "batch": "a token of four texts"}
 
 
