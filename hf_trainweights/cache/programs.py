@@ -27,7 +27,7 @@ def number_layer(layer: object) -> Tensor:
     _LAYERS[number] = layer
     # A tensor that is made in inference mode could not be an input of programs outside it.
     with torch.inference_mode(False):
-        return torch.tensor(number)
+        return torch.tensor(number, device="cpu")
 
 
 def _find_layer(number: Tensor) -> Any:

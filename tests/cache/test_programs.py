@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_trainweights import KVCache
 from hf_trainweights.cache import programs
+from hf_trainweights.cache.layers import KVLayer
 from hf_trainweights.errors import ConfigError, UnsupportedError
 
 pytestmark = pytest.mark.slow
@@ -181,3 +182,8 @@ def test_the_number_of_a_freed_layer_is_refused() -> None:
     x = torch.ones(2, 2, 1, 16)
     with pytest.raises(UnsupportedError, match="expected a cache that the program was called with, found one that"):
         programs.STORE_TOKENS(x, x, number, 0, 70)
+
+
+def test_the_number_of_a_layer_is_on_the_cpu_whatever_the_default_device_is() -> None:
+    with torch.device("meta"):
+        assert programs.number_layer(KVLayer("int8", "int8")).device.type == "cpu"
