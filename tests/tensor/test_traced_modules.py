@@ -16,7 +16,9 @@ from accelerate.utils import set_module_tensor_to_device
 from covering import by_default
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._guards import TracingContext
 from transformers.pytorch_utils import Conv1D
 from weights import random_weight
 
@@ -103,6 +105,22 @@ def test_a_program_has_only_plain_tensors_and_guards_no_subclass(form: str) -> N
     text = guards(model)
     assert "_traced_weight_0" in text
     assert not re.search(r"QuantizedTensor|__tensor_flatten__|_parameters\['weight'\]", text)
+
+
+@pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd is returning a function:UserWarning")
+@pytest.mark.parametrize("form", by_default(("int4",), FORMS))
+def test_all_inputs_but_x_stay_where_they_are_and_are_not_copied_into_a_cuda_graph(form: str) -> None:
+    model, moving = net(form), list[int]()
+
+    def collect(program: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        metadata = TracingContext.get().fw_metadata
+        assert metadata is not None
+        moving.extend(set(range(len(inputs))) - set(metadata.static_input_indices))
+        return program.forward
+
+    with torch.no_grad():
+        torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=collect))(INDICES)
+    assert len(moving) == 1
 
 
 @pytest.mark.parametrize("form", by_default(("int4",), FORMS))
