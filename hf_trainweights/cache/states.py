@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, cast
 
 import torch
@@ -171,14 +170,10 @@ def _attend_to_codes(
             return None
         return keys.attend(query, values, tokens, mask, is_causal, scaling)
     assert isinstance(values, IntegerStore)
-    if is_causal or query.shape[1] // keys.shape[1] * query.shape[2] > _most_rows():
+    most_rows = most_attention_rows(compiled.instructions() or "")
+    if is_causal or query.shape[1] // keys.shape[1] * query.shape[2] > most_rows:
         return None
     return attend(query, keys.stored, values.stored, tokens, scaling, mask)
-
-
-@functools.cache
-def _most_rows() -> int:
-    return most_attention_rows(compiled.instructions() or "")
 
 
 def attend_to_stores(

@@ -117,6 +117,7 @@ class Weight(ctypes.Structure):
     )
 
 
+@functools.cache
 def instructions() -> str | None:
     """Return the fastest library of this installation that the CPU runs: a name of `_LIBRARIES` or None."""
     features = capabilities()

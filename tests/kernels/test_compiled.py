@@ -230,6 +230,7 @@ def test_a_cpu_takes_the_library_whose_instructions_it_has(
     monkeypatch.setattr(compiled, "capabilities", lambda: dict.fromkeys(names, True) | dict.fromkeys(missing, False))
     monkeypatch.setattr(compiled, "_NATIVE", tmp_path)
     monkeypatch.setattr(compiled, "_open", lambda _: object())
+    monkeypatch.setattr(compiled, "instructions", compiled.instructions.__wrapped__)
     for name in compiled._LIBRARIES:
         (tmp_path / f"{name}.so").touch()
     assert compiled.instructions() == chosen
@@ -244,6 +245,7 @@ def test_a_library_that_a_compiler_could_not_make_leaves_its_cpus_to_the_next(
     monkeypatch.setattr(compiled, "capabilities", lambda: dict.fromkeys(names, True))
     monkeypatch.setattr(compiled, "_NATIVE", tmp_path)
     monkeypatch.setattr(compiled, "_open", lambda _: object())
+    monkeypatch.setattr(compiled, "instructions", compiled.instructions.__wrapped__)
     assert compiled.instructions() is None
     for name in reversed(compiled._LIBRARIES):
         (tmp_path / f"{name}.so").touch()

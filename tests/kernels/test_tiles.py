@@ -231,6 +231,7 @@ def use(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     names = {name for needed in compiled._LIBRARIES.values() for name in needed}
     monkeypatch.setattr(compiled, "capabilities", lambda: dict.fromkeys(names, True))
     monkeypatch.setattr(compiled, "_NATIVE", folder)
+    monkeypatch.setattr(compiled, "instructions", compiled.instructions.__wrapped__)
     monkeypatch.setattr(compiled, "_open", compiled._open.__wrapped__)
 
 
