@@ -23,10 +23,11 @@ from hf_trainweights.kernels import compiled
 from hf_trainweights.kernels.arguments import MultiplyFew
 from hf_trainweights.kernels.compiled import Product
 from hf_trainweights.kernels.cpu_features import ALL
+from hf_trainweights.kernels.thresholds import THRESHOLDS
 from hf_trainweights.native_library import load_library
 
 # As OP_ABI in native/op.c.
-_ABI = 1
+_ABI = 2
 _PATH = Path(__file__).parent / "native" / "op.so"
 _SHIM = (
     *("get_dtype", "get_dim", "get_sizes", "get_numel", "is_contiguous", "get_data_ptr", "delete_tensor_object"),
@@ -139,7 +140,8 @@ def _register(library: ctypes.CDLL) -> bool:
     if _SERVING.get("library") is not library:
         own = [_address(library.product), _address(library.product_bytes)]
         names = (f"aoti_torch_dtype_{str(dtype).removeprefix('torch.')}" for dtype in compiled.DTYPES)
-        fields = [*addresses, *own, *(getattr(_torch_library(), name)() for name in names)]
+        numbers = (*(getattr(_torch_library(), name)() for name in names), THRESHOLDS["THREADED"])
+        fields = [*addresses, *own, *numbers]
         _ops()
         if op_library.register_op((ctypes.c_void_p * len(fields))(*fields)):
             return False

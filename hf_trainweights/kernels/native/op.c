@@ -11,13 +11,13 @@
 #include "product.h"
 
 // The version of the functions in this file, of `Torch` and of the ops' arguments.
-#define OP_ABI 1
+#define OP_ABI 2
 
 typedef uint64_t Value;   // an argument or a result of an op: a number, or the address of a tensor or of a Value
 typedef void *Handle;     // a tensor
 typedef void (*Kernel)(Value *stack, uint64_t arguments, uint64_t results);
 
-// Functions of libtorch, but for the last three: C++'s `operator delete`, `product` and `product_bytes` of interface.c.
+// Functions of libtorch, C++'s `operator delete`, `product` and `product_bytes` of interface.c, and numbers.
 // `hf_trainweights/kernels/product_op.py` fills it in this order.
 typedef struct {
     int32_t (*get_dtype)(Handle, int32_t *);
@@ -37,6 +37,7 @@ typedef struct {
                     int8_t *, const void *, const void *, const void *, const void *, const void *);
     int64_t (*product_bytes)(const Weight *, int64_t, int);
     int64_t dtypes[3];  // PyTorch's numbers of FLOAT32, BFLOAT16 and FLOAT16
+    int64_t threaded;   // products of so many multiplications take several threads
 } Torch;
 
 // The first arguments of an op; ADDED is the bias. Behind them come the other stored tensors and the description of the
@@ -44,7 +45,7 @@ typedef struct {
 enum { X, QDATA, SCALE, ADDED, FIRST_OTHER, MOST_TENSORS = FIRST_OTHER + OTHERS };
 // The stored tensors beside codes and scales that `product` takes; `imported_product` takes OTHERS.
 enum { OWN_OTHERS = 2 };
-enum { MOST_DIMENSIONS = 8, THREADED = 1 << 19 };
+enum { MOST_DIMENSIONS = 8 };
 
 static Torch torch;
 static pthread_key_t scratch_key;
@@ -122,7 +123,7 @@ static Handle multiply(uint64_t own, uint64_t imported, const Handle *tensors) {
     if (torch.empty_strided(dimensions, out_sizes, strides, dtype, 0, -1, &out)) return NULL;
     if (!elements) return out;
     int64_t M = elements / K;
-    int threads = M * N * K >= THREADED ? torch.get_num_threads() : 1;
+    int threads = M * N * K >= torch.threaded ? torch.get_num_threads() : 1;
     int8_t *memory = take_scratch(torch.product_bytes(&weight, M, threads));
     if (!memory || torch.get_data_ptr(out, &out_at)) {
         torch.delete_tensor_object(out);
