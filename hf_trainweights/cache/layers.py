@@ -142,9 +142,8 @@ class KVLayer(CacheLayerMixin):
     def store_at(self, dropped: int, at: int, *states: Tensor) -> None:
         """Drop tokens, and store others behind the `at` that are left, for the op of a program."""
         self._require_same_sizes(*states)
+        self._drop(dropped)
         for store, x in zip(self._stores, states, strict=True):
-            if dropped:
-                store.drop(dropped)
             store.length = at
             store.append(x)
 
@@ -161,10 +160,8 @@ class KVLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         self._require_same_sizes(key_states, value_states)
         dropped = self._tokens_to_drop()
-        if dropped:
-            for store in self.stores:
-                store.drop(dropped)
-            self.dropped += dropped
+        self._drop(dropped)
+        self.dropped += dropped
         count, before = key_states.shape[2], self.length
         first = self._first_of(before)
         if self._waits and before + count >= LEAST_TOKENS:
@@ -235,6 +232,11 @@ class KVLayer(CacheLayerMixin):
             return 0
         # A multiple of 16, because codes lie in blocks of so many tokens.
         return (self.length - self.window - _SLACK_TOKENS) // BLOCK_TOKENS * BLOCK_TOKENS
+
+    def _drop(self, count: int) -> None:
+        """Forget the first tokens of the stores; `dropped` is left to the caller."""
+        for store in self._stores if count else ():
+            store.drop(count)
 
     def activate_past_recording(self) -> None:
         """Keep all tokens until `crop` says which are wanted."""
