@@ -32,7 +32,7 @@ from hf_trainweights.formats.base import Format, Specs
 from hf_trainweights.formats.scale_codings import E4M3, SCALE_CODINGS, check_group_size
 from hf_trainweights.formats.unpacked import Unpacked, constant
 
-_LARGEST = 448
+LARGEST = 448
 # The sign bit and the seven bits of exponent and mantissa at their positions in float16. Read as float16, whose
 # exponents have a larger bias, they are 1/256 of the code's value.
 _SIGN_AND_CODE = 0xBF80 - (1 << 16)
@@ -107,11 +107,11 @@ class Float8E4M3(Format):
 
     def quantize_rows(self, rows: Tensor, amax: Tensor, out: Mapping[str, Tensor]) -> None:
         """Fill codes `float8(w * (1 / scale))`, the scale rounded to its dtype first."""
-        scale = out["scale"].copy_(round_scale(amax / _LARGEST, _LARGEST, rows.dtype))
+        scale = out["scale"].copy_(round_scale(amax / LARGEST, LARGEST, rows.dtype))
         inverse = reciprocal(scale)
         for block, values in float32_blocks(rows):
             # The rounded scale may be a little small, and not every release of torch casts values beyond 448 to 448.
-            out["qdata"][block].copy_(self._multiply_(values, inverse[block]).clamp_(-_LARGEST, _LARGEST))
+            out["qdata"][block].copy_(self._multiply_(values, inverse[block]).clamp_(-LARGEST, LARGEST))
 
     def _multiply_(self, values: Tensor, factors: Tensor) -> Tensor:
         """Multiply values `[*, K]` by the factors of their groups `[*, G]`, in place."""

@@ -7,6 +7,7 @@ Machine code is kept in the user's cache, by GPU, sources and compiler.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -20,6 +21,7 @@ from pathlib import Path
 import torch
 
 from hf_trainweights.errors import UnsupportedError
+from hf_trainweights.files.atomic import make_directories, replace_file
 
 _SOURCES = Path(__file__).parent / "cuda_native"
 # Longer texts of a compiler do not help a reader of the warning.
@@ -156,13 +158,10 @@ def _intact(kept: bytes) -> bytes:
 
 def _keep(path: Path, code: bytes) -> None:
     # Where nothing can be written, each process compiles again.
-    aside = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_bytes(hashlib.sha256(code).digest() + code)
-        aside.replace(path)
-    except OSError:
-        return
+    with contextlib.suppress(OSError):
+        make_directories(path.parent)
+        with replace_file(path) as file:
+            file.write(hashlib.sha256(code).digest() + code)
 
 
 def _cache() -> Path:

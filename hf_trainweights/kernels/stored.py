@@ -22,7 +22,7 @@ from hf_trainweights.formats import get_format
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.cutting import cut_rows
-from hf_trainweights.formats.float8_e4m3 import Float8E4M3
+from hf_trainweights.formats.float8_e4m3 import LARGEST, Float8E4M3
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.wrapper import Wrapper
 from hf_trainweights.kernels import compiled, cuda, product_op
@@ -32,8 +32,6 @@ from hf_trainweights.kernels.thresholds import THRESHOLDS
 
 # A smaller largest magnitude of a row counts as this one, as in native/product.h.
 _SMALLEST_TOP = 2.0**-103
-
-_LARGEST_FLOAT8 = 448
 
 # Up to so many rows PyTorch's op for int8 is the fastest if no library is compiled.
 _MOST_PACKED_ROWS = THRESHOLDS["MOST_PACKED_ROWS"]
@@ -194,7 +192,7 @@ def _rounds_to_float8(form: Format) -> bool:
 
 def round_to_float8(x: Tensor) -> Tensor:
     """Return x with each row rounded to multiples of float8 codes; NaN for a row that is not finite."""
-    unit = x.abs().amax(-1, keepdim=True).float().clamp_min(_SMALLEST_TOP).mul(1 / _LARGEST_FLOAT8)
+    unit = x.abs().amax(-1, keepdim=True).float().clamp_min(_SMALLEST_TOP).mul(1 / LARGEST)
     return ((x.float() / unit).to(torch.float8_e4m3fn).float() * unit).to(x.dtype)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.float8_e4m3 import LARGEST
 
 # Columns are divided among programs until there are 256 programs, two for each processor of a large GPU, but a program
 # takes at least two blocks of columns.
@@ -25,7 +26,7 @@ Sizes = tuple[int, int, int, int]
 
 # A smaller largest magnitude of a row counts as this one, or the quotient of 127 or 448 and it would overflow.
 _SMALLEST_TOP = 2.0**-119
-_LARGEST_INTEGER, _LARGEST_FLOAT8 = 127, 448
+_LARGEST_INTEGER = 127
 
 # From x `[*, K]`, contiguous, and a bias `[N]` or None to the product `[*, N]`.
 Run = Callable[[Tensor, Tensor | None], Tensor]
@@ -163,7 +164,7 @@ def multiply_float8(weight: Stored, M: int, dtype: torch.dtype, tile: Mapping[st
     def run(x: Tensor, bias: Tensor | None) -> Tensor:
         M, K = x.numel() // x.shape[-1], x.shape[-1]
         codes, tops = x.new_empty(M, K, dtype=torch.float8_e4m3fn), x.new_empty(M, 1, dtype=torch.float32)
-        kernels.round_rows[(M,)](x, codes, tops, K, _SMALLEST_TOP, _LARGEST_FLOAT8, **_ELEMENTS)
+        kernels.round_rows[(M,)](x, codes, tops, K, _SMALLEST_TOP, LARGEST, **_ELEMENTS)
         product = torch.ops.aten._scaled_mm(codes, codes_of_weight, tops, scale, bias, out_dtype=dtype)
         return product.view(*x.shape[:-1], -1)
 
