@@ -1,8 +1,8 @@
 """The ops by which compiled programs multiply on a CPU: PyTorch's dispatcher calls C, and no line of Python runs.
 
-`native/op.c` has both: `product`, and `imported_product` for weights in formats of other programs. PyTorch exports the
-functions that they need from version 2.8 on. If they are not compiled, the op `hf_trainweights::linear` serves, which
-runs in Python.
+`native/op.c` has three: `bare_product` takes codes and scales, `product` takes a bias and two more stored tensors, and
+`imported_product` serves formats of other programs. PyTorch exports the functions that they need from version 2.8 on.
+If they are not compiled, the op `hf_trainweights::linear` serves, which runs in Python.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hf_trainweights.kernels.thresholds import THRESHOLDS
 from hf_trainweights.native_library import load_library
 
 # As OP_ABI in native/op.c.
-_ABI = 2
+_ABI = 3
 _PATH = Path(__file__).parent / "native" / "op.so"
 _SHIM = (
     *("get_dtype", "get_dim", "get_sizes", "get_numel", "is_contiguous", "get_data_ptr", "delete_tensor_object"),
@@ -44,8 +44,12 @@ _EXPORTED = (
 # The bits that each field of `Weight` but N takes in an argument, the first field in the lowest bits. Formats of other
 # programs have a second argument for the last fields.
 _WIDTHS = ((17, 17, 2, 2, 2, 4, 8, 8, 1), (2, 4, 3, 4, 1, 17))
-# The stored tensors beside codes and scales that each op takes, and its numbers.
-_OPS = {"product": (2, ("weight",)), "imported_product": (compiled.OTHERS, ("weight", "imported"))}
+# The optional tensors that each op takes, the bias and stored tensors, and its numbers.
+_OPS = {
+    "bare_product": (0, ("weight",)),
+    "product": (1 + 2, ("weight",)),
+    "imported_product": (1 + compiled.OTHERS, ("weight", "imported")),
+}
 
 
 class _BuiltinOverload(OpOverload):
@@ -71,25 +75,27 @@ def multiply(x: Tensor, tensors: Sequence[Tensor], form: Format, bias: Tensor | 
     if product.most_rows < ALL and not (type(M) is int and product.most_rows >= M):
         return None
     qdata, scale, *others = tensors
-    op, arguments = bind(product, others)
-    return op(x.contiguous(), qdata, scale, None if bias is None else bias.contiguous(), *arguments)
+    biases = () if bias is None else (bias.contiguous(),)
+    op, arguments = bind(product, others, bool(biases))
+    return op(x.contiguous(), qdata, scale, *biases, *arguments)
 
 
-def bind(product: Product, others: Sequence[Tensor]) -> tuple[Any, tuple[Tensor | int | None, ...]]:
-    """Return the op for weights of a product, and its arguments behind x, codes, scales and bias.
+def bind(product: Product, others: Sequence[Tensor], biased: bool) -> tuple[Any, tuple[Tensor | int | None, ...]]:
+    """Return the op for weights of a product, and its arguments behind x, codes, scales and the bias if there is one.
 
     Args:
         product: The product of the weights.
         others: The stored tensors behind codes and scales, in the order of the format's `tensor_names`.
+        biased: Whether the caller passes a bias.
     """
     own_widths, imported_widths = _WIDTHS
     own = _pack(product.numbers[: len(own_widths)], own_widths)
     imported = _pack(product.numbers[len(own_widths) :], imported_widths)
     # 0 describes no format of another program: `family` is 0.
-    name = "imported_product" if imported else "product"
-    count, _ = _OPS[name]
-    missing = (None,) * (count - len(others))
-    return _ops()[name], (*others, *missing, own, *((imported,) if imported else ()))
+    name = "imported_product" if imported else "product" if biased or others else "bare_product"
+    count, numbers = _OPS[name]
+    optional = (*([] if biased else [None]), *others, *(None,) * count)[: count - biased]
+    return _ops()[name], (*optional, own, imported)[: len(optional) + len(numbers)]
 
 
 def _pack(values: Sequence[int], widths: Sequence[int]) -> int:
@@ -112,14 +118,17 @@ def prepare(product: Product, qdata: Tensor, scale: Tensor, groups: Sequence[Ten
     """
     if not serves(product):
         return None
-    op, arguments = bind(product, groups)
+    op, arguments = bind(product, groups, biased=False)
+    biased_op, biased_arguments = bind(product, groups, biased=True)
     most_elements = min(sys.maxsize, product.most_rows * product.columns)
 
     def multiply_prepared(x: Tensor, bias: Tensor | None) -> Tensor | None:
         if not x.is_cpu or x.numel() > most_elements:
             return None
         try:
-            return op(x, qdata, scale, bias, *arguments)
+            if bias is None:
+                return op(x, qdata, scale, *arguments)
+            return biased_op(x, qdata, scale, bias, *biased_arguments)
         except RuntimeError:
             return None
 
@@ -194,8 +203,9 @@ def _ops() -> dict[str, Any]:
 
 def _schema(name: str) -> str:
     count, numbers = _OPS[name]
-    others = "".join(f", Tensor? other_{index}" for index in range(count))
-    return f"{name}(Tensor x, Tensor qdata, Tensor scale, Tensor? bias{others}, int {', int '.join(numbers)}) -> Tensor"
+    optional = [f"Tensor? {name}" for name in ("bias", *(f"other_{index}" for index in range(count - 1)))[:count]]
+    arguments = ["Tensor x", "Tensor qdata", "Tensor scale", *optional, *(f"int {number}" for number in numbers)]
+    return f"{name}({', '.join(arguments)}) -> Tensor"
 
 
 def _empty(x: Tensor, qdata: Tensor, scale: Tensor, *_: object) -> Tensor:

@@ -1,5 +1,6 @@
-// The ops `hf_trainweights::product` and `hf_trainweights::imported_product`, the one for formats of other programs, for
-// PyTorch's dispatcher: a compiled program calls them without a line of Python.
+// Three ops for PyTorch's dispatcher, which a compiled program calls without a line of Python: `bare_product` takes codes
+// and scales, `product` takes a bias and two more stored tensors, and `imported_product` serves formats of other
+// programs.
 //
 // They are registered by functions that libtorch exports for C, the stable ABI of PyTorch from 2.8 on, which
 // torch/csrc/inductor/aoti_torch/c/shim.h declares. Python looks them up and hands over their addresses, so no header
@@ -11,7 +12,7 @@
 #include "product.h"
 
 // The version of the functions in this file, of `Torch` and of the ops' arguments.
-#define OP_ABI 2
+#define OP_ABI 3
 
 typedef uint64_t Value;   // an argument or a result of an op: a number, or the address of a tensor or of a Value
 typedef void *Handle;     // a tensor
@@ -42,9 +43,9 @@ typedef struct {
 
 // The first arguments of an op; ADDED is the bias. Behind them come the other stored tensors and the description of the
 // weight.
-enum { X, QDATA, SCALE, ADDED, FIRST_OTHER, MOST_TENSORS = FIRST_OTHER + OTHERS };
-// The stored tensors beside codes and scales that `product` takes; `imported_product` takes OTHERS.
-enum { OWN_OTHERS = 2 };
+enum { X, QDATA, SCALE, ADDED, FIRST_OTHER };
+// How many tensors each op takes. The bare one has no optional tensors, because PyTorch takes 60 ns for each.
+enum { BARE_TENSORS = ADDED, OWN_TENSORS = FIRST_OTHER + 2, MOST_TENSORS = FIRST_OTHER + OTHERS };
 enum { MOST_DIMENSIONS = 8 };
 
 static Torch torch;
@@ -135,12 +136,11 @@ static Handle multiply(uint64_t own, uint64_t imported, const Handle *tensors) {
     return out;
 }
 
-static void run(Value *stack, int others) {
+static void run(Value *stack, int count) {
     Handle tensors[MOST_TENSORS] = {NULL};
-    int count = FIRST_OTHER + others;
     // PyTorch hands an optional tensor over as the address of a Value, or 0 for None.
     for (int i = 0; i < count; i++) tensors[i] = (Handle)(i >= ADDED && stack[i] ? *(Value *)stack[i] : stack[i]);
-    Handle out = multiply(stack[count], others > OWN_OTHERS ? stack[count + 1] : 0, tensors);
+    Handle out = multiply(stack[count], count == MOST_TENSORS ? stack[count + 1] : 0, tensors);
     for (int i = 0; i < count; i++) {
         if (tensors[i]) torch.delete_tensor_object(tensors[i]);
         if (i >= ADDED && stack[i]) torch.delete((void *)stack[i]);
@@ -153,14 +153,19 @@ static void run(Value *stack, int others) {
     stack[0] = (Value)out;
 }
 
+static void run_bare_product(Value *stack, uint64_t arguments, uint64_t results) {
+    (void)arguments, (void)results;
+    run(stack, BARE_TENSORS);
+}
+
 static void run_product(Value *stack, uint64_t arguments, uint64_t results) {
     (void)arguments, (void)results;
-    run(stack, OWN_OTHERS);
+    run(stack, OWN_TENSORS);
 }
 
 static void run_imported_product(Value *stack, uint64_t arguments, uint64_t results) {
     (void)arguments, (void)results;
-    run(stack, OTHERS);
+    run(stack, MOST_TENSORS);
 }
 
 // Register the ops, and return 0 if it succeeds. A second call changes the functions of the library of products alone.
@@ -171,8 +176,9 @@ int32_t register_op(const Torch *functions) {
     void *library = NULL;
     if (pthread_key_create(&scratch_key, free)) return 1;
     if (torch.library_init_impl("hf_trainweights", "CPU", __FILE__, __LINE__, &library)) return 2;
-    if (torch.library_impl(library, "product", run_product)) return 3;
-    if (torch.library_impl(library, "imported_product", run_imported_product)) return 4;
+    if (torch.library_impl(library, "bare_product", run_bare_product)) return 3;
+    if (torch.library_impl(library, "product", run_product)) return 4;
+    if (torch.library_impl(library, "imported_product", run_imported_product)) return 5;
     registered = true;
     return 0;
 }
