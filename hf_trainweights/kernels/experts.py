@@ -1,7 +1,7 @@
 """Products of rows of x with their experts, as an op on plain tensors, so that compilers keep it as one.
 
-On a GPU one launch multiplies all rows, and the host does not learn how many rows each expert has. Elsewhere expert by
-expert is multiplied.
+On a GPU one launch multiplies all rows, and the host does not wait to learn how many rows each expert has. Elsewhere
+expert by expert is multiplied.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def _launcher(
 
 @functools.cache
 def _kernels() -> Any:
-    # Imported by name, because the types of Triton's functions depend on whether it is installed.
+    # Imported as Any, so that type checkers judge this module alike whether Triton is installed or not.
     return importlib.import_module("hf_trainweights.kernels.triton_products")
 
 
