@@ -59,7 +59,8 @@ static inline int has_group_sums(int kind, int digits) {
     return (kind == NIBBLES && digits < 3) || kind & AFFINE_CODES;
 }
 
-// Groups of columns of the largest power of two that divides a group, up to a step, lie within a step.
+// A step has to hold whole groups. So a group of the file counts as `repeats` smaller ones that share its scale, each
+// of as many columns as the largest power of two that divides the group, but at most a step.
 int prepare_bytes(Product *p) {
     Weight *w = &p->weight;
     int64_t size = w->group_size ? w->group_size : w->K, divisor = size & -size;
