@@ -37,6 +37,7 @@ _logger = logging.getLogger(__name__)
 _NATIVE = Path(__file__).parent / "native"
 # The version of `Weight` and the functions' arguments, as in native/product.h; only a library of this version is used.
 ABI = 5
+# The types of each function's result and arguments, in the letters of `load_library`.
 _FUNCTIONS = {
     "product_bytes": "lpli",
     "product": "-pppppplipppppp",

@@ -171,7 +171,7 @@ def restore_conversions(model: PreTrainedModel, quantized: Collection[str]) -> N
     """Let a float save of a model write the same tensors, such as single experts, as if it had never been quantized.
 
     Transformers records the conversions that a load uses, and a save reverts these. The class of the model defines
-    conversions for float weights. The load of a quantized checkpoint uses two kinds of them not: converters, and
+    conversions for float weights. The load of a quantized checkpoint does not use two kinds of them: converters, and
     renamings that match no name of a stored tensor. This adds these two kinds to the record. The order is that in which
     the class defines them, because a save reverts them from the last to the first. Conversions that the class does not
     define, such as a user's `key_mapping`, come first.
