@@ -89,7 +89,7 @@ class KVCache(DynamicCache):
         Raises:
             ConfigError: The file's name does not end in `.safetensors`, or the model has another dtype than float32,
                 bfloat16 and float16.
-            UnsupportedError: A layer that Transformers keeps itself has a state that a file cannot hold.
+            UnsupportedError: A layer of a class of Transformers has a state that a file cannot hold.
             SaveError: The file cannot be written.
         """
         write_cache(path, {"self": self.layers}, self.kinds)

@@ -264,7 +264,7 @@ class KVLayer(CacheLayerMixin):
         return -1 if self.window is None else self.window
 
     def tokens_to_remove(self, number: int) -> int:
-        """Return how many tokens `crop(number)` takes back.
+        """Return how many tokens `crop(number)` removes.
 
         Args:
             number: Negative: so many tokens; positive, as Transformers 5.17 calls it: the length that is left.
@@ -291,7 +291,7 @@ class KVLayer(CacheLayerMixin):
         self._clear()
 
     def select(self, index: Tensor) -> None:
-        """Put the sequences of the batch at these positions in the place of all."""
+        """Make the sequences at these positions of the batch the new batch; a position may occur twice."""
         for store in self.stores:
             store.select(index)
 

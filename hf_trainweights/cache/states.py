@@ -27,16 +27,16 @@ _EVERYTHING = slice(None)
 class CachedStates(Tensor):
     """Stored keys or values `[batch, heads * repeats, tokens, columns]`, which may not be written to.
 
-    A model without gradients that calls `F.scaled_dot_product_attention` multiplies the codes. Models
-    that repeat the heads of keys for their query heads first do so without a copy, too.
+    A model without gradients that calls `F.scaled_dot_product_attention` multiplies the codes. Models that first repeat
+    the heads of keys, for the query heads that share them, do so without a copy, too.
 
     Args:
         store: The tokens; a `ProgramStore` while torch.compile traces a program.
-        first: The first of them that counts.
+        first: The index of the first token to read.
         dtype: The dtype that the tensor shows.
         repeats: How often each head stands in the tensor.
         is_expanded: Whether the repeats are a dimension of their own, behind the heads.
-        stop: The end of the tokens that count; by default all are read.
+        stop: The index behind the last token to read; by default that behind all stored ones.
     """
 
     _store: IntegerStore | ProgramStore
@@ -191,7 +191,7 @@ def attend_to_stores(
         query: `[batch, query heads, rows, columns]`; the heads of the keys divide the query heads.
         keys: The keys of the layer.
         values: Its values.
-        tokens: The tokens that count, from `start` to `stop`.
+        tokens: The tokens to attend to, from `start` to before `stop`.
         mask: As for PyTorch.
         is_causal: Likewise.
         scaling: The factor of the scores.

@@ -53,7 +53,10 @@ _FLOAT32_ERROR = 1e-6
 
 
 class Case(NamedTuple):
-    """A product whose kernel is checked: its way (a key of `_MAKE`), tile, rows M of x, dtypes, device and format."""
+    """A product whose kernel is checked: its way (a key of `_MAKE`), tile, rows M of x, dtypes, device and format.
+
+    `experts` is the number of experts that the rows are for, 0 for the product with one weight.
+    """
 
     way: str
     tile: tuple[tuple[str, int], ...]
@@ -258,7 +261,7 @@ def multiply_experts(x: Tensor, tensors: Mapping[str, Tensor], form: Format, end
         x: `[M, K]`, contiguous.
         tensors: The stored tensors of experts `[E, N, K]` for which `serves_experts`.
         form: Their format.
-        ends: Int32 `[E]`: expert e multiplies the rows before `ends[e]`. The host does not read it.
+        ends: Int32 `[E]`: expert e multiplies the rows before `ends[e]`. The CPU does not read it, so it does not wait.
     """
     weight = Stored(tensors, form, x.shape[-1])
     if not few_rows.reads(tensors) or ends.dtype != torch.int32 or x.numel() == 0 or tensors["scale"].numel() == 0:

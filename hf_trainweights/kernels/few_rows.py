@@ -1,7 +1,7 @@
 """Products of few rows of x with stored weights on NVIDIA GPUs, by `cuda_native/few_rows.cu`.
 
 The kernel reads the codes and the scales of most formats as they are stored. One launch multiplies all rows of x with
-their experts, too, and the host need not know how many rows each expert has.
+their experts, too, and the CPU need not know how many rows each expert has.
 """
 
 from __future__ import annotations

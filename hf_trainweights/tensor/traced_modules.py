@@ -251,10 +251,10 @@ def _parse(description: str) -> tuple[Format, torch.dtype, bool]:
 @contextlib.contextmanager
 def _showing_again(module: nn.Module) -> Iterator[None]:
     """Let all modules that have the weights of a module show them again at the end."""
-    modules = {module}
+    owners = {module}
     for weight in module._parameters.values():
         if type(weight) is QuantizedTensor:
-            modules |= set(weight.modules)
+            owners |= set(weight.modules)
     yield
-    for each in modules:
-        show_weights(each)
+    for owner in owners:
+        show_weights(owner)
