@@ -137,15 +137,15 @@ def _check_argument(
 ) -> None:
     fault = _fault(tensor, device, any_strides)
     if tensor.shape != size:
-        expected, found = f"shape {size}", f"{tuple(tensor.shape)}"
+        expected, actual = f"shape {size}", f"{tuple(tensor.shape)}"
     elif tensor.dtype not in dtypes:
-        expected, found = f"one of {', '.join(map(str, dtypes))}", f"{tensor.dtype}"
+        expected, actual = f"one of {', '.join(map(str, dtypes))}", f"{tensor.dtype}"
     elif fault is not None:
-        expected, found = f"a plain {'' if any_strides else 'contiguous '}tensor on {device}", fault
+        expected, actual = f"a plain {'' if any_strides else 'contiguous '}tensor on {device}", fault
     else:
         return
     next_step = "Report this with the traceback: hf_trainweights should not have made this call."
-    raise UnsupportedError(where, expected, found, next_step)
+    raise UnsupportedError(where, expected, actual, next_step)
 
 
 def _fault(tensor: Tensor, device: torch.device, any_strides: bool = False) -> str | None:

@@ -45,7 +45,7 @@ DEQUANTIZED_ELEMENTS = 1 << 26
 
 # A weight keeps so many products for different numbers of rows, and a process so many rules for kinds of products.
 _KEPT_RUNS, _KEPT_RULES = 64, 4096
-# Of the address of codes, the kernels look at its place among so many bytes.
+# The kernels look at the address of codes modulo so many bytes.
 _LOAD_BYTES = 16
 
 # The most that a product in float32 may be off, relative to its norm. In 16 bits it is the unit of the dtype.
@@ -139,8 +139,8 @@ def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, form: 
         return None
     K, qdata = x.shape[-1], tensors["qdata"]
     weight, M = Stored(tensors, form, K), x.numel() // K
-    layout, place = few_rows.layout_of(tensors), qdata.data_ptr() % _LOAD_BYTES
-    kind = form, x.dtype, tensors["scale"].dtype, M, layout, place, x.device
+    layout, offset_bytes = few_rows.layout_of(tensors), qdata.data_ptr() % _LOAD_BYTES
+    kind = form, x.dtype, tensors["scale"].dtype, M, layout, offset_bytes, x.device
     with torch.cuda.device_of(x):
         rule = _CHOSEN.get(kind) or _choose(weight, x.dtype, M)
         if rule is None:
@@ -149,12 +149,12 @@ def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, form: 
         return _make(rule, weight, x.dtype, M)(x.contiguous(), None if bias is None else bias.contiguous())
 
 
-def _keep(kept: dict[Any, Any], key: Any, value: Any, most: int) -> None:
-    """Keep what was found, unless a graph is captured: nothing is checked then, so a later call may find better."""
-    if key not in kept and not torch.cuda.is_current_stream_capturing():
-        if len(kept) >= most:
-            kept.clear()
-        kept[key] = value
+def _keep(choices: dict[Any, Any], key: Any, value: Any, most: int) -> None:
+    """Remember a choice, unless a graph is captured: nothing is checked then, so a later call may choose better."""
+    if key not in choices and not torch.cuda.is_current_stream_capturing():
+        if len(choices) >= most:
+            choices.clear()
+        choices[key] = value
 
 
 def prepare(tensors: Mapping[str, Tensor], form: Format, K: int, dtype: torch.dtype) -> MultiplyFew:

@@ -245,5 +245,5 @@ def _showing_again(module: nn.Module) -> Iterator[None]:
         if type(weight) is QuantizedTensor:
             modules |= set(weight.modules)
     yield
-    for each in modules:
-        show_weights(each)
+    for owner in modules:
+        show_weights(owner)

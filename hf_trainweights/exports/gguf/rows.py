@@ -59,8 +59,8 @@ def _float_names(name: str, architecture: Architecture, config: PretrainedConfig
     owner, _, parameter = name.rpartition(".")
     kind = "bias" if parameter.endswith("_bias") else "weight"
     if parameter.startswith("gate_up_proj"):
-        part = _every_second if architecture.alternating else _half
-        return {f"{owner}.gate_proj.{kind}": partial(part, 0), f"{owner}.up_proj.{kind}": partial(part, 1)}
+        take_half = _every_second if architecture.alternating else _half
+        return {f"{owner}.gate_proj.{kind}": partial(take_half, 0), f"{owner}.up_proj.{kind}": partial(take_half, 1)}
     if parameter.startswith("down_proj"):
         return {f"{owner}.down_proj.{kind}": all_rows}
     if parameter == "e_score_correction_bias":
