@@ -45,15 +45,9 @@ from hf_trainweights.errors import (
 )
 from hf_trainweights.files.reading import sign_json
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("alone")]
 
 MODE = "near-lossless"
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Any:
-    with without_process_group():
-        yield
 
 
 @pytest.fixture(scope="module")

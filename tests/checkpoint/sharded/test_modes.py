@@ -25,13 +25,7 @@ from hf_trainweights.checkpoint.manifest import read_manifest
 from hf_trainweights.checkpoint.planning.policy import LOSSY_MODES, MODES, SIZE_FLOOR
 from hf_trainweights.distributed import TrainWeightsReader
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Any:
-    with without_process_group():
-        yield
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("alone")]
 
 
 @pytest.fixture(scope="module", params=MODES)
