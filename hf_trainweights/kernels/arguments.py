@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hf_trainweights.errors import CorruptFileError, UnsupportedError
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.base import Format
+from hf_trainweights.native_library import address_of
 
 DEBUG = os.environ.get("TRAINWEIGHTS_DEBUG") == "1"
 
@@ -74,7 +75,7 @@ def only_fitting(
 
 def addresses_of(*tensors: Tensor | None) -> list[int | None]:
     """Return the addresses of tensors that have elements; None for None. UnsupportedError: a storage was freed."""
-    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    addresses = [address_of(tensor) for tensor in tensors]
     if 0 in addresses:  # `fully_shard` frees parameters between products
         raise UnsupportedError(
             "F.linear",

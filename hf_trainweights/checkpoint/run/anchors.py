@@ -184,25 +184,22 @@ def unused_anchors(directory: Path) -> list[Path]:
     try:
         listed_names = read_manifest(directory).files if (directory / MANIFEST_NAME).exists() else ()
         others = {path.name for path in directory.iterdir()} - anchors
-        needed = needed_files(anchors, others, lambda name: _anchor_names(directory / name)).union(listed_names)
+        needed = needed_files(anchors, others, lambda name: anchor_digests(directory / name)).union(listed_names)
     except (CorruptFileError, OSError):
         return []
     return sorted(directory / name for name in anchors - needed)
 
 
 def needed_files(
-    anchors: Collection[str], readers: Collection[str], anchor_names: Callable[[str], Collection[str]]
+    anchors: Collection[str], readers: Collection[str], digests_of: Callable[[str], Collection[str]]
 ) -> set[str]:
     """Return the names of those `anchors` that the files `readers` need to be decoded, in turn over other anchors."""
     needed: set[str] = set()
     while readers:  # an anchor may itself be a difference to another anchor
-        readers = {name for reader in readers for name in anchor_names(reader)}.intersection(anchors) - needed
+        names = {anchor_file_name(sha256) for reader in readers for sha256 in digests_of(reader)}
+        readers = names.intersection(anchors) - needed
         needed |= readers
     return needed
-
-
-def _anchor_names(path: Path) -> list[str]:
-    return [anchor_file_name(sha256) for sha256 in anchor_digests(path)]
 
 
 def measure_delta_rms(weights: Mapping[str, Any], anchor: Anchor | BaseWeights) -> dict[str, float]:
