@@ -14,13 +14,7 @@ def use_in_generate(kind: str | tuple[str, str]) -> None:
     """Let `generate` of all models in this process make a `KVCache` for each call that has no cache of its own.
 
     Calls without a cache, calls that choose an implementation of Transformers and models that keep another state, such
-    as Mamba, stay as they are.
-
-    Args:
-        kind: As for `KVCache`.
-
-    Raises:
-        ConfigError: `kind` is none of those.
+    as Mamba, stay as they are. ConfigError: `kind` is none of those that `KVCache` takes.
     """
     mixin: Any = GenerationMixin
     kinds, original = checked_kinds(kind), mixin.generate

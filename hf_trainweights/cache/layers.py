@@ -260,11 +260,8 @@ class KVLayer(CacheLayerMixin):
     def tokens_to_remove(self, number: int) -> int:
         """Return how many tokens `crop(number)` takes back.
 
-        Args:
-            number: Minus the tokens to remove; or, as Transformers 5.17 calls it, the positive length that is left.
-
-        Raises:
-            ConfigError: There are not so many, or a window that ends before them is no longer stored.
+        `number` is minus that, or, as Transformers 5.17 calls it, the positive length that is left. ConfigError: there
+        are not so many tokens, or a window that ends before them is no longer stored.
         """
         number = int(number)  # Transformers 5.17 may pass a tensor
         count = -number if number <= 0 else max(0, self.get_seq_length() - number)
