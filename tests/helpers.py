@@ -1,4 +1,4 @@
-"""Measures that several test files share: signal-to-noise, stored scales, the bytes of a directory."""
+"""Measures that several test files share: signal-to-noise, stored scales, the bytes of a directory; and damage."""
 
 from __future__ import annotations
 
@@ -25,6 +25,13 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def contents(directory: Path) -> dict[str, bytes]:
     """Return the bytes of all files of a directory and those below it, by path."""
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def flip_a_bit(path: Path, at: int | None = None) -> None:
+    """Flip the lowest bit of one byte of a file, by default of the one in the middle."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if at is None else at] ^= 1
+    path.write_bytes(content)
 
 
 def snr_db(reference: Tensor, approximation: Tensor) -> float:

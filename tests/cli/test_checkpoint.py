@@ -13,6 +13,7 @@ import command_line
 import pytest
 import torch
 from command_line import exit_code_of, fork_command, unwrapped
+from helpers import flip_a_bit
 from safetensors.torch import save_file
 from transformers import BertConfig, BertModel
 from trees import trained
@@ -56,12 +57,6 @@ def small_run(run_directory: Path) -> Path:
 
 
 run, run_json = (partial(call, "checkpoint") for call in (command_line.run, command_line.run_json))
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def tensors_of(path: Path) -> list[torch.Tensor]:

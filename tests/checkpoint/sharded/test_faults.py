@@ -27,6 +27,7 @@ from checkpoint.sharded.states import (
     whole_state,
     without_process_group,
 )
+from helpers import flip_a_bit
 from ranks import run_ranks
 from torch.distributed.checkpoint.planner import SavePlan
 
@@ -124,9 +125,7 @@ def rename_file(path: Path) -> None:
 
 def damage_anchor(path: Path) -> None:
     (anchor,) = path.glob("*.anchor")
-    content = bytearray(anchor.read_bytes())
-    content[len(content) // 2] ^= 1
-    anchor.write_bytes(content)
+    flip_a_bit(anchor)
 
 
 def put_link(path: Path) -> None:
