@@ -91,7 +91,7 @@ def rules_for(capability: tuple[int, int], bits: int, groups: bool, M: int, N: i
     M and N are the rows of x and of the weight. `bits` are those of a code; `groups` tells whether groups share scales.
     """
     rules = [rule for rule in (*_measured(capability), *DEFAULT) if rule.fits(bits, groups, M, N)]
-    # Whether x is rounded is up to the format, not to the order in a file.
+    # Rules that round x hold only for formats that ask for it (`cuda._takes`), and then no other rule may come first.
     return sorted(rules, key=lambda rule: rule.way not in _ROUNDING)
 
 
