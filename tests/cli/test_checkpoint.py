@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from functools import partial
@@ -12,7 +11,8 @@ from pathlib import Path
 import command_line
 import pytest
 import torch
-from command_line import exit_code_of, fork_command, unwrapped
+from command_line import fork_command, unwrapped
+from forks import exit_code_of, fork
 from helpers import flip_a_bit
 from safetensors.torch import save_file
 from transformers import BertConfig, BertModel
@@ -370,11 +370,7 @@ def test_diff_exits_with_1_where_keys_differ(plain_run: Path, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_gc_removes_what_a_dead_process_left(small_run: Path) -> None:
-    child = os.fork()
-    if child == 0:
-        claim_file(small_run / "checkpoint-100")
-        os._exit(0)
-    os.waitpid(child, 0)
+    assert exit_code_of(fork(lambda: claim_file(small_run / "checkpoint-100"))) == 0
     (garbage,) = (small_run / "checkpoint-100").glob("_trainweights-*")
     living, _ = claim_file(small_run / "checkpoint-100")
     assert run_json("gc", small_run, "--dry-run") == {"removed": [str(garbage)], "dry_run": True}

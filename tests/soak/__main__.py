@@ -9,11 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import shutil
 import sys
 import tempfile
-import traceback
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,7 +21,8 @@ import transformers
 TESTS = Path(__file__).parent.parent
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]  # as pytest has it
 
-from long_runs import add_time, parser_of, print_table, write_record  # noqa: E402 (it lies on the path above)
+from forks import exit_code_of, fork  # noqa: E402 (it lies on the path above)
+from long_runs import add_time, parser_of, print_table, write_record  # noqa: E402
 from soak.harness import SCENARIOS, Row, soak_for  # noqa: E402
 
 
@@ -36,7 +35,7 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     print(f"in {folder}", flush=True)
     workers = [_start_worker(number, folder, options) for number in range(options.jobs)]
-    failed = [os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) != 0 for worker in workers]
+    failed = [exit_code_of(worker) != 0 for worker in workers]
     files = [folder / f"rows-{number}.json" for number in range(options.jobs)]
     rows = _merge([json.loads(file.read_bytes()) for file in files if file.exists()])
     print_table([{**asdict(row), "findings": len(row.findings)} for row in rows])
@@ -58,11 +57,8 @@ def _options() -> argparse.Namespace:
 
 def _start_worker(number: int, folder: Path, options: argparse.Namespace) -> int:
     """Fork a process that soaks on its own; return its process ID."""
-    worker = os.fork()
-    if worker:
-        return worker
-    code = 1
-    try:
+
+    def work() -> None:
         # The others begin elsewhere in the list, so that in a short time each kind has its turn.
         start = number * len(options.kinds) // options.jobs
         kinds = options.kinds[start:] + options.kinds[:start]
@@ -73,12 +69,8 @@ def _start_worker(number: int, folder: Path, options: argparse.Namespace) -> int
 
         rows = soak_for(options.seconds, kinds, folder / f"worker-{number}", seed, tell)
         (folder / f"rows-{number}.json").write_text(json.dumps([asdict(row) for row in rows]))
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
+
+    return fork(work)
 
 
 def _merge(workers: list[list[dict]]) -> list[Row]:
