@@ -69,8 +69,8 @@ def _float_names(name: str, architecture: Architecture, config: PretrainedConfig
     kind = "bias" if parameter.endswith("_bias") else "weight"
     # The experts of a layer: Transformers merges gate and up, a file has them apart.
     if parameter.startswith("gate_up_proj"):
-        take_half = _every_second if architecture.alternating else _half
-        return {f"{owner}.gate_proj.{kind}": partial(take_half, 0), f"{owner}.up_proj.{kind}": partial(take_half, 1)}
+        part = _every_second if architecture.alternating else _half
+        return {f"{owner}.gate_proj.{kind}": partial(part, 0), f"{owner}.up_proj.{kind}": partial(part, 1)}
     if parameter.startswith("down_proj"):
         return {f"{owner}.down_proj.{kind}": all_rows}
     # The bias of DeepSeek's router.
