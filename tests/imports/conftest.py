@@ -1,4 +1,4 @@
-"""Where imports read and write."""
+"""The directories that imports read and write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of sharded checkpoints share."""
+"""The fixture of tests that save sharded checkpoints without ranks."""
 
 from __future__ import annotations
 
