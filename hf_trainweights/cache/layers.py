@@ -61,10 +61,10 @@ class KVLayer(CacheLayerMixin):
     @stores.setter
     def stores(self, stores: tuple[Store, ...]) -> None:
         self._stores = stores
-        # The number by which ops in programs find this layer. It is None while tokens are floats or not on a CPU: then
-        # Dynamo interrupts the program to call `_update_now`.
-        on_cpu = [isinstance(store, IntegerStore) and store.device.type == "cpu" for store in stores]
-        self._number = number_layer(self) if on_cpu and all(on_cpu) else None
+        # The number by which ops in programs find this layer. It is None while tokens are floats that will be integers,
+        # and on other devices than a CPU: then Dynamo interrupts the program to call `_update_now`.
+        on_cpu = [store.device.type == "cpu" for store in stores]
+        self._number = number_layer(self) if on_cpu and all(on_cpu) and not self._waits else None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -156,9 +156,14 @@ class KVLayer(CacheLayerMixin):
     def attend(self, query: Tensor, tokens: slice, mask: Tensor | None, is_causal: bool, scaling: float) -> Tensor:
         """Attend to some tokens; an op of a program calls this."""
         keys, values = self._stores
-        assert isinstance(keys, IntegerStore)
-        assert isinstance(values, IntegerStore)
         return attend_to_stores(query, keys, values, tokens, mask, is_causal, scaling)
+
+    def load(self, is_value: bool, tokens: slice, dtype: torch.dtype) -> Tensor:
+        """Return a copy of the keys or values of some tokens; an op of a program calls this."""
+        store = self._stores[is_value]
+        states = store.load(tokens.start, dtype, tokens.stop)
+        # A program may write to the result of an op.
+        return states.clone() if isinstance(store, FloatStore) else states
 
     def _update_here(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         if self.length == 0:

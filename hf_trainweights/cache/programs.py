@@ -44,7 +44,7 @@ def _find_layer(number: Tensor) -> Any:
 
 @dataclass(frozen=True)
 class ProgramStore:
-    """The last keys or values of a layer in a program: an `IntegerStore` that only ops can read.
+    """The last keys or values of a layer in a program: a store that only ops can read.
 
     Args:
         order: int64, how many tokens the layer has, these included: the result of `STORE_TOKENS`.
@@ -60,7 +60,7 @@ class ProgramStore:
 
     @property
     def device(self) -> torch.device:
-        """The device of the codes."""
+        """The device of the tokens."""
         return self.number.device
 
     def load(self, first: int, dtype: torch.dtype, stop: int) -> Tensor:
@@ -77,7 +77,7 @@ class ProgramStore:
 
 def _store_tokens(keys: Tensor, values: Tensor, number: Tensor, dropped: int, at: int) -> Tensor:
     _find_layer(number).store_at(dropped, at, keys, values)
-    return number.new_tensor(at + keys.shape[2])
+    return number.new_full((), at + keys.shape[2])
 
 
 def _load_tokens(
@@ -85,7 +85,7 @@ def _load_tokens(
 ) -> Tensor:
     del shape
     stop = int(order)
-    return _find_layer(number).stores[is_value].load(stop - count, dtype, stop)
+    return _find_layer(number).load(is_value, slice(stop - count, stop), dtype)
 
 
 def _attend(

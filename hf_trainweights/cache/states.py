@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_trainweights.cache.programs import SCHEMAS, ProgramStore
-from hf_trainweights.cache.stores import IntegerStore
+from hf_trainweights.cache.stores import IntegerStore, Store
 from hf_trainweights.kernels import compiled
 from hf_trainweights.kernels.attention import attend
 from hf_trainweights.kernels.cpu_features import most_attention_rows
@@ -178,8 +178,8 @@ def _attend_to_codes(
 
 def attend_to_stores(
     query: Tensor,
-    keys: IntegerStore,
-    values: IntegerStore,
+    keys: Store,
+    values: Store,
     tokens: slice,
     mask: Tensor | None,
     is_causal: bool,
@@ -199,12 +199,13 @@ def attend_to_stores(
     Returns:
         `[batch, query heads, rows, columns]` in the dtype of the query.
     """
-    out = _attend_to_codes(query, keys, values, tokens, mask, is_causal, scaling)
-    if out is not None:
-        return out
-    key = CachedStates(keys, tokens.start, query.dtype, stop=tokens.stop)
-    value = CachedStates(values, tokens.start, query.dtype, stop=tokens.stop)
-    return _attend_here(query, key, value, mask, 0.0, is_causal, scaling)
+    if isinstance(keys, IntegerStore) and isinstance(values, IntegerStore):
+        out = _attend_to_codes(query, keys, values, tokens, mask, is_causal, scaling)
+        if out is not None:
+            return out
+    key, value = (store.load(tokens.start, query.dtype, tokens.stop) for store in (keys, values))
+    has_groups = query.shape[1] != keys.shape[1]
+    return _attention(query, key, value, mask, is_causal=is_causal, scale=scaling, enable_gqa=has_groups)
 
 
 class _ProgramStates(CachedStates):

@@ -36,6 +36,11 @@ class FloatStore:
         return batch, heads, columns
 
     @property
+    def device(self) -> torch.device:
+        """The device of the tokens."""
+        return self._rows.device
+
+    @property
     def stored_bytes(self) -> int:
         """The bytes of all room, used or not."""
         return self._rows.nbytes
@@ -51,9 +56,9 @@ class FloatStore:
         self._rows[:, :, self.length : end] = x
         self.length = end
 
-    def load(self, first: int, dtype: torch.dtype) -> Tensor:
-        """Return the tokens from `first` on: a view where they have this dtype."""
-        return self._rows[:, :, first : self.length].to(dtype)
+    def load(self, first: int, dtype: torch.dtype, stop: int | None = None) -> Tensor:
+        """Return the tokens from `first` on, or up to `stop`: a view where they have this dtype."""
+        return self._rows[:, :, first : self.length if stop is None else stop].to(dtype)
 
     def select(self, index: Tensor) -> None:
         """Make the sequences at these positions of the batch the new batch; a position may occur twice."""

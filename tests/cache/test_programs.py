@@ -20,7 +20,6 @@ from hf_trainweights.cache.layers import KVLayer
 from hf_trainweights.errors import ConfigError, UnsupportedError
 
 pytestmark = pytest.mark.slow
-INTEGER_KINDS = [kind for kind in KINDS if kind != "bf16"]
 
 
 def compiled(model: Any, fullgraph: bool = True, backend: str = "aot_eager") -> Any:
@@ -43,7 +42,7 @@ def steps(forward: Any, cache: Any, count: int, batch: int = 2) -> Tensor:
     return torch.cat(logits, 1)
 
 
-@pytest.mark.parametrize("kind", INTEGER_KINDS, ids=str)
+@pytest.mark.parametrize("kind", [*KINDS, ("int8", "bf16")], ids=str)
 @torch.no_grad()
 def test_one_program_serves_all_steps_and_the_next_cache(kind: Any) -> None:
     model = llama()
@@ -118,10 +117,19 @@ def test_stored_tokens_cross_from_one_program_to_the_next() -> None:
     assert (found - expected).norm() <= 0.02 * expected.norm()
 
 
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
 @torch.no_grad()
-def test_eager_attention_gets_floats_within_the_program() -> None:
+def test_eager_attention_gets_floats_within_the_program(kind: str) -> None:
     model = llama(attn_implementation="eager")
-    assert torch.equal(steps(compiled(model), filled(model), 5), steps(model, filled(model), 5))
+    assert torch.equal(steps(compiled(model), filled(model, kind), 5), steps(model, filled(model, kind), 5))
+
+
+@torch.no_grad()
+def test_a_program_may_write_to_tokens_that_it_loaded() -> None:
+    layer = filled(llama(), "bf16").layers[0]
+    order = torch.tensor(70)
+    programs.LOAD_TOKENS(order, layer._number, False, [2, 2, 16], 70, torch.bfloat16).fill_(9)
+    assert not (layer.keys == 9).any()
 
 
 @torch.no_grad()
