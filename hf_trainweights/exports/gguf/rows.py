@@ -26,19 +26,22 @@ class Origin(NamedTuple):
         take: Takes full rows from a tensor: the same rows from codes and from scales, so that these stay together.
         transposed: Whether a float tensor is transposed. A quantized weight is stored by rows anyway.
         offset: A number that is added to each value of a float tensor.
+        negative_exponential: Whether the file has -exp(x) for each value x of a float tensor.
     """
 
     source: str
     take: Take
     transposed: bool = False
     offset: float = 0.0
+    negative_exponential: bool = False
 
 
 def origins_of(
     names: Iterable[str], architecture: Architecture, config: PretrainedConfig
 ) -> tuple[dict[str, Origin], list[str]]:
     """Return the origin of each tensor of a file, by its name there, and the model's tensors that llama.cpp lacks."""
-    name_map = gguf.get_tensor_name_map(architecture.number, config.num_hidden_layers)
+    layers = max(config.num_hidden_layers, getattr(config, "num_decoder_layers", None) or 0)
+    name_map = gguf.get_tensor_name_map(architecture.number, layers)
     origins, unknown = {}, []
     for source in names:
         if source.startswith(architecture.unused):
@@ -46,11 +49,14 @@ def origins_of(
         transposed = source.endswith(architecture.transposed)
         offset = architecture.norm_offset if source.endswith("norm.weight") else 0.0
         for name, take in _float_names(source, architecture, config).items():
-            target = name_map.get_name(name, try_suffixes=(".weight", ".bias"))
+            # gguf knows some tensors of Bloom by their names in the class without a head.
+            names = (name, name.removeprefix("transformer."))
+            targets = (name_map.get_name(each, try_suffixes=(".weight", ".bias")) for each in names)
+            target = next(filter(None, targets), None)
             if target is None:
                 unknown.append(source)
             else:
-                origins[target] = Origin(source, take, transposed, offset)
+                origins[target] = Origin(source, take, transposed, offset, source.endswith(".A_log"))
     return origins, unknown
 
 
@@ -65,7 +71,7 @@ def _float_names(name: str, architecture: Architecture, config: PretrainedConfig
         return {f"{owner}.down_proj.{kind}": all_rows}
     if parameter == "e_score_correction_bias":
         return {f"{owner}.gate.e_score_correction.bias": all_rows}
-    if name.endswith(".conv.conv.weight"):
+    if name.endswith((".conv.conv.weight", ".conv1d.weight")):
         return {name: _without_second_dimension}
     if parameter == "sinks":
         return {f"{name}.weight": all_rows}
@@ -76,9 +82,9 @@ def _float_names(name: str, architecture: Architecture, config: PretrainedConfig
         return {name: itemgetter(slice(skipped_positions(architecture, config), None))}
     if projection == "shared_expert_gate":
         return {name: itemgetter(0)}
-    heads = {"q_proj": config.num_attention_heads, "k_proj": key_value_heads(config)}
-    if architecture.interleaved and projection in heads:
-        return {name: partial(_interleave, heads[projection])}
+    if architecture.interleaved and projection in ("q_proj", "k_proj"):
+        heads = config.num_attention_heads if projection == "q_proj" else key_value_heads(config)
+        return {name: partial(_interleave, heads)}
     return {name: all_rows}
 
 

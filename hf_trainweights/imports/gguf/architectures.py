@@ -13,6 +13,12 @@ READABLE = ARCHITECTURES | {
     ),
     "Lfm2ForCausalLM": Architecture(gguf.MODEL_ARCH.LFM2),
     "MiniMaxM2ForCausalLM": Architecture(gguf.MODEL_ARCH.MINIMAXM2, partly_rotary=True),
+    "T5ForConditionalGeneration": Architecture(gguf.MODEL_ARCH.T5),
+    "T5EncoderModel": Architecture(gguf.MODEL_ARCH.T5ENCODER),
+    "UMT5ForConditionalGeneration": Architecture(gguf.MODEL_ARCH.T5),
+    "UMT5EncoderModel": Architecture(gguf.MODEL_ARCH.T5ENCODER),
+    "MambaForCausalLM": Architecture(gguf.MODEL_ARCH.MAMBA),
+    "BloomForCausalLM": Architecture(gguf.MODEL_ARCH.BLOOM),
     "NemotronForCausalLM": Architecture(gguf.MODEL_ARCH.NEMOTRON, partly_rotary=True, norm_offset=1.0),
 }
 """The architectures by the class of the model."""

@@ -37,6 +37,7 @@ from hf_trainweights.tensor.stored_names import flatten_weight
 
 # Any format that holds every shape: only the question which weights can be quantized is asked.
 _ANY = TrainWeightsConfig("int8", include_embeddings=True)
+_OUTPUT = "output.weight"
 
 
 class GgufModel:
@@ -56,7 +57,8 @@ class GgufModel:
         self._file = GgufFile(file)
         self.config = _saved_config(folder, self._file) or config_of(self._file)
         # A model whose file has an output of its own is not tied, whatever another model's configuration says.
-        self.config.tie_word_embeddings = "output.weight" not in self._file.tensors
+        if not self.config.is_encoder_decoder:  # those tie the embeddings of both halves too
+            self.config.tie_word_embeddings = _OUTPUT not in self._file.tensors
         cls, self._architecture = _class_of(self.config, self._file)
         self._skeleton = Skeleton(cls, self.config, self._file.size_bytes)
 
@@ -65,7 +67,7 @@ class GgufModel:
 
         ConfigError: no weight is quantized.
         """
-        spill, slots = Spill(target), _slots(self._skeleton.model)
+        spill, slots = Spill(target), _slots(self._skeleton.model, _OUTPUT in self._file.tensors)
         places = places_of(self._file, slots, self._architecture, self.config)
         formats = {name: common_format(name, slots[name], parts) for name, parts in places.items()}
         sizes = Counter[Format]()
@@ -162,10 +164,11 @@ def _class_of(config: PretrainedConfig, file: GgufFile) -> tuple[type[PreTrained
     return cls, architecture
 
 
-def _slots(model: PreTrainedModel) -> dict[str, Slot]:
+def _slots(model: PreTrainedModel, has_output: bool) -> dict[str, Slot]:
     """Return the parameters of a model that a file is to hold, by name, in the model's order."""
     choices = {choice.name: choice for choice in choose(model, _ANY).summary.tensors}
-    left_out = names_not_saved(model) | tied_names(model).keys()
+    output = {f"{name}.weight" for name, module in model.named_modules() if module is model.get_output_embeddings()}
+    left_out = (names_not_saved(model) | tied_names(model).keys()) - (output if has_output else set())
     slots = {}
     for name, tensor in model.state_dict().items():
         if name not in left_out:

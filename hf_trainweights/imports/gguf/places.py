@@ -18,7 +18,9 @@ from hf_trainweights.imports.gguf.file import GgufFile, GgufTensor
 from hf_trainweights.imports.layouts.base import AGAIN
 
 # Tensors from which settings are read, and other scales of NVFP4: no parameters of a model.
-_NO_PARAMETERS = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight|.*\.(input_)?scale")
+_NO_PARAMETERS = re.compile(
+    r"rope_(freqs|factors_long|factors_short)\.weight|.*\.(input_)?scale|dec\.blk\.\d+\.cross_attn_rel_b\.weight"
+)
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _SHOWN = 3
 
@@ -46,14 +48,14 @@ class Place(NamedTuple):
         name: The name in the file.
         tensor: The tensor of the file.
         rows: For each row of the file the row of the model's tensor, with all leading dimensions flattened.
-        offset: A number that the file has added to each value.
+        origin: The way in which the file's tensor was made of the model's.
         factors: The number by which the scales of each row of an NVFP4 weight are multiplied, float32.
     """
 
     name: str
     tensor: GgufTensor
     rows: Tensor
-    offset: float
+    origin: Origin
     factors: Tensor
 
 
@@ -115,7 +117,7 @@ def _place(file: GgufFile, name: str, origin: Origin, slot: Slot) -> Place:
         raise UnsupportedError(where, f"one of {supported}", tensor.kind.name, next_step)
     numbers = torch.arange(torch.Size(slot.shape).numel() // slot.columns)
     rows = origin.take(numbers.view(*slot.shape[:-1], slot.shape[-1] // slot.columns)).flatten()
-    return Place(name, tensor, rows, origin.offset, _factors(file, name, slot, len(rows)))
+    return Place(name, tensor, rows, origin, _factors(file, name, slot, len(rows)))
 
 
 def _factors(file: GgufFile, name: str, slot: Slot, count: int) -> Tensor:

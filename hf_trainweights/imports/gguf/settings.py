@@ -26,16 +26,21 @@ GIVE_BASE = "Give base_model, the directory or Hub id of the float model, whose 
 _SETTINGS = {
     "block_count": ("num_hidden_layers",),
     "context_length": ("max_position_embeddings",),
-    "feed_forward_length": ("intermediate_size", "ffn_hidden_size", "n_inner"),
+    "feed_forward_length": ("intermediate_size", "ffn_hidden_size", "n_inner", "d_ff"),
     "attention.head_count": ("num_attention_heads",),
     "attention.head_count_kv": ("num_key_value_heads", "num_kv_heads"),
-    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),
+    "decoder_block_count": ("num_decoder_layers",),
+    "attention.relative_buckets_count": ("relative_attention_num_buckets",),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps", "layer_norm_epsilon"),
     "attention.layer_norm_epsilon": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "final_logit_softcapping": ("final_logit_softcapping",),
     "expert_count": ("num_local_experts", "num_experts"),
     "expert_used_count": ("num_experts_per_tok",),
     "shortconv.l_cache": ("conv_L_cache",),
+    "ssm.conv_kernel": ("conv_kernel",),
+    "ssm.state_size": ("state_size",),
+    "ssm.time_step_rank": ("time_step_rank",),
 }
 _REQUIRED = ("block_count", "attention.head_count")
 # Tensors, the dimension to look at, and the names of the setting that this size is.
@@ -43,6 +48,7 @@ _SIZES = (
     ("token_embd.weight", 0, ("vocab_size",)),
     ("token_embd.weight", 1, ("hidden_size",)),
     ("blk.0.ffn_down.weight", 1, ("intermediate_size", "ffn_hidden_size", "n_inner")),
+    ("enc.blk.0.ffn_down.weight", 1, ("d_ff",)),
     ("blk.0.ffn_down_exps.weight", 2, ("moe_intermediate_size", "intermediate_size")),
     ("blk.0.ffn_down_shexp.weight", 1, ("shared_expert_intermediate_size",)),
 )
@@ -51,6 +57,7 @@ _HAS = {
     "attention_bias": "blk.0.attn_q.bias",
     "use_qkv_bias": "blk.0.attn_q.bias",
     "mlp_bias": "blk.0.ffn_up.bias",
+    "use_conv_bias": "blk.0.ssm_conv1d.bias",
 }
 _TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -94,15 +101,9 @@ class _Settings:
             self._set(settings, (setting,), tensor in self._file.tensors)
         for setting, token in _TOKENS.items():
             settings[setting] = self._file.metadata.get(f"tokenizer.ggml.{token}_token_id")
-        head_size = self._head_size(settings)
-        # Some classes compute it, and some that have no such setting take it nevertheless.
-        if head_size * self._get(settings, "num_attention_heads") != self._get(settings, "hidden_size"):
-            settings["head_dim"] = head_size
-        elif not isinstance(getattr(self._config_class, "head_dim", None), property):
-            self._set(settings, ("head_dim",), head_size)
         self._add_peculiarities(settings)
-        if hasattr(self._default, "rope_parameters"):
-            settings["rope_parameters"] = self._rope(head_size)
+        if hasattr(self._default, "num_attention_heads"):
+            self._add_heads(settings)
         where = f"{self._file.path}: {self._name}"
         check_config(settings, len(self._file.tensors), self._file.size_bytes, where)
         try:
@@ -123,6 +124,10 @@ class _Settings:
         names = [name for name, entry in decoders.items() if entry.name == self._name]
         if self._name == "llama":
             names = ["MixtralForCausalLM" if self._number("expert_count") else "LlamaForCausalLM"]
+        # In T5 the first layer alone has a bias for distances, in UMT5 each has one.
+        is_umt5 = "enc.blk.1.attn_rel_b.weight" in self._file.tensors
+        if "T5EncoderModel" in names or "T5ForConditionalGeneration" in names:
+            names = [name for name in names if name.startswith("UMT5") == is_umt5]
         if not names:
             known = ", ".join(dict.fromkeys(entry.name for entry in decoders.values()))
             raise UnsupportedError(str(self._file.path), f"an architecture of {known}", repr(self._name), GIVE_BASE)
@@ -153,6 +158,17 @@ class _Settings:
             raise CorruptFileError(where, "a number", repr(value), AGAIN)
         return value
 
+    def _add_heads(self, settings: dict[str, Any]) -> None:
+        """Add the size of a head and the rotary embedding."""
+        head_size = self._head_size(settings)
+        # Some classes compute it, and some that have no such setting take it nevertheless.
+        if head_size * self._get(settings, "num_attention_heads") != self._get(settings, "hidden_size"):
+            settings[self._own_names.get("head_dim", "head_dim")] = head_size
+        elif not isinstance(getattr(self._config_class, "head_dim", None), property):
+            self._set(settings, ("head_dim",), head_size)
+        if hasattr(self._default, "rope_parameters"):
+            settings["rope_parameters"] = self._rope(head_size)
+
     def _head_size(self, settings: dict[str, Any]) -> int:
         """Return the number of rows of a head; CorruptFileError: the heads do not divide the rows."""
         heads = self._get(settings, "num_attention_heads")
@@ -177,6 +193,11 @@ class _Settings:
             heads: Any = self._file.metadata.get(f"{self._name}.attention.head_count_kv")
             settings["layer_types"] = ["full_attention" if number else "conv" for number in heads.tolist()]
             settings["block_auto_adjust_ff_dim"] = False
+        if hasattr(self._default, "relative_attention_num_buckets"):
+            settings["feed_forward_proj"] = "gated-gelu" if "enc.blk.0.ffn_gate.weight" in tensors else "relu"
+            settings["decoder_start_token_id"] = self._number("decoder_start_token_id") or 0
+        if hasattr(self._default, "state_size"):
+            settings["expand"] = (self._number("ssm.inner_size") or 0) // max(1, self._get(settings, "hidden_size") or 0)
         if hasattr(self._default, "new_decoder_architecture"):
             settings["new_decoder_architecture"] = "blk.0.attn_norm_2.weight" in tensors
             settings["multi_query"] = settings.get("num_kv_heads") == 1

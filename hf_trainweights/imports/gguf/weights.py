@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hf_trainweights.errors import CorruptFileError, UnsupportedError
+from hf_trainweights.exports.gguf.rows import Origin
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats.base import Format
 from hf_trainweights.imports.gguf.blocks import ALTERNATIVES, FLOATS, Blocks
@@ -75,10 +77,18 @@ def float_weight(name: str, slot: Slot, places: Sequence[Place], spill: Spill) -
     by_rows = weight.view(-1, slot.columns)
     for place in places:
         for start, rows, data in _pieces(place, slot.columns):
-            values = _values(place, data, slot.columns, start)
+            values = _undo(place.origin, _values(place, data, slot.columns, start))
             _check_finite(name, place, "values", values)
-            by_rows[rows] = values - place.offset if place.offset else values
+            by_rows[rows] = values
     return spill.keep(weight.mT.contiguous()) if slot.transposed else weight
+
+
+def _undo(origin: Origin, values: Tensor) -> Tensor:
+    """Return the values that a model has where the file has others, made of them as `origin` says."""
+    if origin.negative_exponential:
+        # By numpy, whose logarithm Transformers' own reader takes: PyTorch's differs in the last digit.
+        return torch.from_numpy(np.log(-values.numpy(), where=values.numpy() < 0, out=np.full_like(values.numpy(), np.nan)))
+    return values - origin.offset if origin.offset else values
 
 
 def narrowest_dtype(tensors: Sequence[Tensor], preferred: torch.dtype | None) -> torch.dtype:
