@@ -33,6 +33,7 @@ class Architecture:
         skips_positions: Whether the first position is one more than the padding token's number.
         transposed: Endings of the names of float weights that a file holds transposed.
         alternating: Whether the rows of gate and up take turns in the experts' merged weight.
+        merged_experts: Whether a file has gate and up of the experts in one tensor.
         unused: Beginnings of the names of tensors that llama.cpp does not use.
         scaled_by_width: For a model with this number of layers, llama.cpp divides attention scores by the root of
             hidden size / heads. For any other it divides them by the root of the size of a head.
@@ -50,6 +51,7 @@ class Architecture:
     skips_positions: bool = False
     transposed: tuple[str, ...] = ()
     alternating: bool = False
+    merged_experts: bool = False
     unused: tuple[str, ...] = ()
     scaled_by_width: int | None = None
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)

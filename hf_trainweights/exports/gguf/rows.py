@@ -51,8 +51,13 @@ def origins_of(
         for name, take in _float_names(source, architecture, config).items():
             # gguf knows some tensors of Bloom by their names in the class without a head.
             names = (name, name.removeprefix("transformer."))
-            targets = (name_map.get_name(each, try_suffixes=(".weight", ".bias")) for each in names)
+            targets = (name_map.get_name(each, try_suffixes=(".weight", ".bias", ".scale")) for each in names)
             target = next(filter(None, targets), None)
+            if target is None and architecture.merged_experts:
+                # Not all versions of gguf know the merged tensor of each architecture.
+                gate = name.replace("gate_up_proj", "gate_proj")
+                alone = name_map.get_name(gate, try_suffixes=(".weight", ".bias"))
+                target = None if alone is None else alone.replace("ffn_gate_exps", "ffn_gate_up_exps")
             if target is None:
                 unknown.append(source)
             else:
@@ -64,6 +69,8 @@ def _float_names(name: str, architecture: Architecture, config: PretrainedConfig
     """Return the names in a float checkpoint by which gguf knows a tensor of a model, and the rows of each."""
     owner, _, parameter = name.rpartition(".")
     kind = "bias" if parameter.endswith("_bias") else "weight"
+    if parameter.startswith("gate_up_proj") and architecture.merged_experts:
+        return {f"{owner}.gate_up_proj.{kind}": _gate_then_up if architecture.alternating else all_rows}
     if parameter.startswith("gate_up_proj"):
         part = _every_second if architecture.alternating else _half
         return {f"{owner}.gate_proj.{kind}": partial(part, 0), f"{owner}.up_proj.{kind}": partial(part, 1)}
@@ -73,8 +80,12 @@ def _float_names(name: str, architecture: Architecture, config: PretrainedConfig
         return {f"{owner}.gate.e_score_correction.bias": all_rows}
     if name.endswith((".conv.conv.weight", ".conv1d.weight")):
         return {name: _without_second_dimension}
-    if parameter == "sinks":
+    if parameter in ("sinks", "layer_scalar"):
         return {f"{name}.weight": all_rows}
+    if name.endswith("router.scale"):
+        return {f"{owner}.proj.scale": all_rows}
+    if parameter == "per_expert_scale":
+        return {f"{owner.removesuffix('router')}experts.down_proj.scale": all_rows}
     projection = owner.rpartition(".")[2]
     if projection == "query_key_value":
         return {name: partial(_by_kind, key_value_heads(config), config.num_attention_heads)}
@@ -103,6 +114,10 @@ def _without_second_dimension(tensor: Tensor) -> Tensor:
 
 def _every_second(number: int, tensor: Tensor) -> Tensor:
     return tensor[:, number::2]
+
+
+def _gate_then_up(tensor: Tensor) -> Tensor:
+    return torch.cat([_every_second(0, tensor), _every_second(1, tensor)], dim=1)
 
 
 def _interleave(heads: int, tensor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,8 @@ _NO_PARAMETERS = re.compile(
     r"rope_(freqs|factors_long|factors_short)\.weight|.*\.(input_)?scale|dec\.blk\.\d+\.cross_attn_rel_b\.weight"
 )
 _LAYER = re.compile(r"blk\.(\d+)\.")
+_KEYS_AND_VALUES = re.compile(r"blk\.\d+\.attn_(k|v|k_norm|v_norm)\.")
+_MERGED_EXPERTS = ".ffn_gate_up_exps."
 _SHOWN = 3
 
 
@@ -67,8 +70,9 @@ def places_of(
     CorruptFileError: the file lacks a tensor, or one has another shape. UnsupportedError: the model has no place for a
     tensor of the file, or it is of a kind that this package cannot hold.
     """
+    if any(_MERGED_EXPERTS in name for name in file.tensors):
+        architecture = replace(architecture, merged_experts=True)
     origins, unknown = origins_of(slots, architecture, config)
-    unknown += [name for name in slots if name.startswith(architecture.unused)]
     _refuse(file, unknown, f"tensors that llama.cpp's {architecture.name} has", "Give the right config.json.")
     missing = [name for name in origins if name not in file.tensors and not name.endswith(".bias")]
     if missing:
@@ -81,19 +85,30 @@ def places_of(
         f"tensors that {(config.architectures or ['the model'])[0]} has places for",
         "Give base_model, if the model is of another class.",
     )
-    # A bias that the file lacks is zero: a class may have more biases than the models that were trained with it.
+    # A bias that the file lacks is zero: a class may have more biases than the models that were trained with it. So is
+    # a pooler, which llama.cpp never stores.
     places: dict[str, list[Place]] = {name: [] for name in slots}
     for name, origin in origins.items():
         if name in file.tensors:
-            places[origin.source].append(_place(file, name, origin, slots[origin.source]))
+            slot = slots[origin.source]
+            place = _place(file, name, origin, slot)
+            scale_name = f"{name.removesuffix('.weight')}.scale"
+            if scale_name in file.tensors and scale_name not in origins:
+                place = place._replace(factors=_factors(file, scale_name, slot, len(place.rows)))
+            places[origin.source].append(place)
     return places
 
 
 def _is_left_out(name: str, file: GgufFile, config: PretrainedConfig) -> bool:
-    """Return whether a tensor is no parameter: also those of layers that predict further tokens, behind the others."""
-    layer = _LAYER.match(name)
-    is_behind = layer is not None and int(layer[1]) >= config.num_hidden_layers
-    if _NO_PARAMETERS.fullmatch(name) or is_behind:
+    """Return whether a tensor is no parameter.
+
+    Others are those of layers that predict further tokens, behind the others, and keys and values of layers that take
+    those of other layers.
+    """
+    layer = int(match[1]) if (match := _LAYER.match(name)) else -1
+    own_keys = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+    is_shared = layer >= own_keys and _KEYS_AND_VALUES.match(name) is not None
+    if _NO_PARAMETERS.fullmatch(name) or is_shared or layer >= config.num_hidden_layers:
         return True
     # Zeros, such as biases of layers that have none, change nothing.
     tensor = file.tensors[name]
@@ -117,14 +132,11 @@ def _place(file: GgufFile, name: str, origin: Origin, slot: Slot) -> Place:
         raise UnsupportedError(where, f"one of {supported}", tensor.kind.name, next_step)
     numbers = torch.arange(torch.Size(slot.shape).numel() // slot.columns)
     rows = origin.take(numbers.view(*slot.shape[:-1], slot.shape[-1] // slot.columns)).flatten()
-    return Place(name, tensor, rows, origin, _factors(file, name, slot, len(rows)))
+    return Place(name, tensor, rows, origin, torch.ones(len(rows), dtype=torch.float32))
 
 
-def _factors(file: GgufFile, name: str, slot: Slot, count: int) -> Tensor:
+def _factors(file: GgufFile, scale_name: str, slot: Slot, count: int) -> Tensor:
     """Return the number for each of `count` rows: a file may have one for an NVFP4 weight, or one for each expert."""
-    scale_name = f"{name.removesuffix('.weight')}.scale"
-    if scale_name not in file.tensors:
-        return torch.ones(count, dtype=torch.float32)
     tensor = file.tensors[scale_name]
     counts = {1, *slot.shape[:-2]}
     values = tensor.data.flatten().view(torch.float32) if tensor.kind.name == "F32" else torch.empty(0)

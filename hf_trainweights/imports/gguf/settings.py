@@ -17,6 +17,7 @@ from hf_trainweights.exports.gguf.architectures import Architecture, settings_bu
 from hf_trainweights.exports.gguf.metadata import llama3_factors
 from hf_trainweights.imports.gguf.architectures import READABLE
 from hf_trainweights.imports.gguf.file import GgufFile
+from hf_trainweights.imports.gguf.gemma4 import gemma4_settings
 from hf_trainweights.imports.layouts.base import AGAIN
 from hf_trainweights.models.loading.saved_models import check_config
 
@@ -26,7 +27,7 @@ GIVE_BASE = "Give base_model, the directory or Hub id of the float model, whose 
 _SETTINGS = {
     "block_count": ("num_hidden_layers",),
     "context_length": ("max_position_embeddings",),
-    "feed_forward_length": ("intermediate_size", "ffn_hidden_size", "n_inner", "d_ff"),
+    "feed_forward_length": ("intermediate_size", "ffn_hidden_size", "n_inner", "d_ff", "hidden_dim"),
     "attention.head_count": ("num_attention_heads",),
     "attention.head_count_kv": ("num_key_value_heads", "num_kv_heads"),
     "decoder_block_count": ("num_decoder_layers",),
@@ -42,6 +43,8 @@ _SETTINGS = {
     "ssm.state_size": ("state_size",),
     "ssm.time_step_rank": ("time_step_rank",),
 }
+# Settings that differ from layer to layer, and are read apart.
+_OF_LAYERS = {"gemma4": ("feed_forward_length", "attention.head_count_kv")}
 _REQUIRED = ("block_count", "attention.head_count")
 # Tensors, the dimension to look at, and the names of the setting that this size is.
 _SIZES = (
@@ -49,6 +52,7 @@ _SIZES = (
     ("token_embd.weight", 1, ("hidden_size",)),
     ("blk.0.ffn_down.weight", 1, ("intermediate_size", "ffn_hidden_size", "n_inner")),
     ("enc.blk.0.ffn_down.weight", 1, ("d_ff",)),
+    ("token_types.weight", 0, ("type_vocab_size",)),
     ("blk.0.ffn_down_exps.weight", 2, ("moe_intermediate_size", "intermediate_size")),
     ("blk.0.ffn_down_shexp.weight", 1, ("shared_expert_intermediate_size",)),
 )
@@ -59,6 +63,8 @@ _HAS = {
     "mlp_bias": "blk.0.ffn_up.bias",
     "use_conv_bias": "blk.0.ssm_conv1d.bias",
 }
+# The classes of the architecture bert by the kind of the tokenizer.
+_BERTS = {"bert": "BertModel", "gpt2": "RobertaModel", "t5": "XLMRobertaModel"}
 _TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -66,7 +72,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 def config_of(file: GgufFile) -> PretrainedConfig:
     """Return a configuration whose `architectures` names the class of a file's model.
 
-    UnsupportedError: the architecture is no decoder of `READABLE`, or a setting needs config.json.
+    UnsupportedError: the architecture is none of `READABLE`, or a setting needs config.json.
     CorruptFileError: a size is missing or is none.
     """
     return _Settings(file).config()
@@ -92,8 +98,10 @@ class _Settings:
 
     def config(self) -> PretrainedConfig:
         settings: dict[str, Any] = {"architectures": [self._class.__name__]}
+        of_layers = _OF_LAYERS.get(self._name, ())
         for key, names in _SETTINGS.items():
-            self._set(settings, names, self._number(key))
+            if key not in of_layers:
+                self._set(settings, names, self._number(key))
         for tensor, dimension, names in _SIZES:
             shape = self._file.tensors[tensor].shape if tensor in self._file.tensors else ()
             self._set(settings, names, shape[dimension] if dimension < len(shape) else None)
@@ -102,7 +110,9 @@ class _Settings:
         for setting, token in _TOKENS.items():
             settings[setting] = self._file.metadata.get(f"tokenizer.ggml.{token}_token_id")
         self._add_peculiarities(settings)
-        if hasattr(self._default, "num_attention_heads"):
+        if self._class.__name__ == "Gemma4ForCausalLM":
+            settings |= gemma4_settings(self._file, int(self._get(settings, "num_hidden_layers")))
+        elif hasattr(self._default, "num_attention_heads"):
             self._add_heads(settings)
         where = f"{self._file.path}: {self._name}"
         check_config(settings, len(self._file.tensors), self._file.size_bytes, where)
@@ -120,18 +130,20 @@ class _Settings:
         return config
 
     def _find_class(self) -> tuple[type[PreTrainedModel], Architecture]:
-        decoders = {name: entry for name, entry in READABLE.items() if not entry.encoder}
-        names = [name for name, entry in decoders.items() if entry.name == self._name]
+        names = [name for name, entry in READABLE.items() if entry.name == self._name]
         if self._name == "llama":
             names = ["MixtralForCausalLM" if self._number("expert_count") else "LlamaForCausalLM"]
-        # In T5 the first layer alone has a bias for distances, in UMT5 each has one.
-        is_umt5 = "enc.blk.1.attn_rel_b.weight" in self._file.tensors
-        if "T5EncoderModel" in names or "T5ForConditionalGeneration" in names:
+        elif self._name == "bert":
+            kind = _BERTS.get(self._file.text("tokenizer.ggml.model") or "", "BertModel")
+            names = [kind if "token_types.weight" in self._file.tensors else "DistilBertModel"]
+        elif self._name.startswith("t5"):
+            # In T5 the first layer alone has a bias for distances, in UMT5 each has one.
+            is_umt5 = "enc.blk.1.attn_rel_b.weight" in self._file.tensors
             names = [name for name in names if name.startswith("UMT5") == is_umt5]
         if not names:
-            known = ", ".join(dict.fromkeys(entry.name for entry in decoders.values()))
+            known = ", ".join(dict.fromkeys(entry.name for entry in READABLE.values()))
             raise UnsupportedError(str(self._file.path), f"an architecture of {known}", repr(self._name), GIVE_BASE)
-        return getattr(transformers, names[0]), decoders[names[0]]
+        return getattr(transformers, names[0]), READABLE[names[0]]
 
     def _set(self, settings: dict[str, Any], names: tuple[str, ...], value: Any) -> None:
         """Set the first of these settings that the configuration has, unless the file says nothing of it."""
@@ -182,6 +194,9 @@ class _Settings:
         """Add settings that few architectures have."""
         tensors = self._file.tensors
         settings["tie_word_embeddings"] = "output.weight" not in tensors
+        if self._architecture.skips_positions:
+            skipped = (settings["pad_token_id"] or 0) + 1
+            settings["max_position_embeddings"] = tensors["position_embd.weight"].shape[0] + skipped
         if self._architecture.slides:
             self._set(settings, ("sliding_window",), self._number("attention.sliding_window"))
             pattern: Any = self._file.metadata.get(f"{self._name}.attention.sliding_window_pattern")
@@ -197,7 +212,9 @@ class _Settings:
             settings["feed_forward_proj"] = "gated-gelu" if "enc.blk.0.ffn_gate.weight" in tensors else "relu"
             settings["decoder_start_token_id"] = self._number("decoder_start_token_id") or 0
         if hasattr(self._default, "state_size"):
-            settings["expand"] = (self._number("ssm.inner_size") or 0) // max(1, self._get(settings, "hidden_size") or 0)
+            settings["expand"] = (self._number("ssm.inner_size") or 0) // max(
+                1, self._get(settings, "hidden_size") or 0
+            )
         if hasattr(self._default, "new_decoder_architecture"):
             settings["new_decoder_architecture"] = "blk.0.attn_norm_2.weight" in tensors
             settings["multi_query"] = settings.get("num_kv_heads") == 1

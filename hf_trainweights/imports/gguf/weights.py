@@ -8,6 +8,7 @@ serves all places of a slot, the weight is quantized; otherwise it is float.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -54,6 +55,9 @@ def quantized_weight(name: str, slot: Slot, places: Sequence[Place], form: Forma
     """
     ways = [_way(place, form) for place in places]
     stored = {key: spill.empty(*spec) for key, spec in form.tensor_specs(slot.shape, torch.float16).items()}
+    if sum(len(place.rows) for place in places) < math.prod(slot.shape[:-1]):
+        for tensor in stored.values():  # rows that the file leaves out are zero, as in `float_weight`
+            tensor.view(torch.uint8).zero_()
     _fill_shared(name, stored, form, ways, places)
     by_rows = {key: tensor.flatten(0, -2) for key, tensor in stored.items() if key not in form.shared_names}
     for place, way in zip(places, ways, strict=True):
@@ -87,7 +91,8 @@ def _undo(origin: Origin, values: Tensor) -> Tensor:
     """Return the values that a model has where the file has others, made of them as `origin` says."""
     if origin.negative_exponential:
         # By numpy, whose logarithm Transformers' own reader takes: PyTorch's differs in the last digit.
-        return torch.from_numpy(np.log(-values.numpy(), where=values.numpy() < 0, out=np.full_like(values.numpy(), np.nan)))
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return torch.from_numpy(np.log(-values.numpy()))
     return values - origin.offset if origin.offset else values
 
 
