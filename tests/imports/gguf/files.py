@@ -157,6 +157,9 @@ def build(name: str, **changes: Any) -> PreTrainedModel:
         torch.manual_seed(0)
         model = model_class(model_class.config_class(**config | changes))
         randomize(model)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1)
     return model.eval()
 
 
