@@ -34,6 +34,7 @@ class Architecture:
         transposed: Endings of the names of float weights that a file holds transposed.
         alternating: Whether the rows of gate and up take turns in the experts' merged weight.
         merged_experts: Whether a file has gate and up of the experts in one tensor.
+        tiled: Whether heads of values that share a head of keys lie apart, see `linear_attention`.
         unused: Beginnings of the names of tensors that llama.cpp does not use.
         scaled_by_width: For a model with this number of layers, llama.cpp divides attention scores by the root of
             hidden size / heads. For any other it divides them by the root of the size of a head.
@@ -52,6 +53,7 @@ class Architecture:
     transposed: tuple[str, ...] = ()
     alternating: bool = False
     merged_experts: bool = False
+    tiled: bool = False
     unused: tuple[str, ...] = ()
     scaled_by_width: int | None = None
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from hf_trainweights.exports.gguf.architectures import Architecture
+from hf_trainweights.exports.gguf.linear_attention import column_order, linear_attention_parts
 from hf_trainweights.exports.gguf.metadata import key_value_heads, skipped_positions
 
 Take = Callable[[Tensor], Tensor]
@@ -27,6 +28,8 @@ class Origin(NamedTuple):
         transposed: Whether a float tensor is transposed. A quantized weight is stored by rows anyway.
         offset: A number that is added to each value of a float tensor.
         negative_exponential: Whether the file has -exp(x) for each value x of a float tensor.
+        columns: The column of the model's tensor that each column of the file's is, int64 `[K]`; None if all stay in
+            order. Nobody writes such a file here.
     """
 
     source: str
@@ -34,6 +37,7 @@ class Origin(NamedTuple):
     transposed: bool = False
     offset: float = 0.0
     negative_exponential: bool = False
+    columns: Tensor | None = None
 
 
 def origins_of(
@@ -47,10 +51,12 @@ def origins_of(
         if source.startswith(architecture.unused):
             continue
         transposed = source.endswith(architecture.transposed)
-        offset = architecture.norm_offset if source.endswith("norm.weight") else 0.0
+        is_norm = source.endswith("norm.weight") and not source.endswith("linear_attn.norm.weight")
+        offset = architecture.norm_offset if is_norm else 0.0
+        columns = column_order(source, config, architecture.tiled)
         for name, take in _float_names(source, architecture, config).items():
-            # gguf knows some tensors of Bloom by their names in the class without a head.
-            names = (name, name.removeprefix("transformer."))
+            # gguf knows some tensors by their names in older classes, or in the class without a head.
+            names = (name, name.removeprefix("transformer."), name.replace(".block_sparse_moe.", ".mlp."))
             targets = (name_map.get_name(each, try_suffixes=(".weight", ".bias", ".scale")) for each in names)
             target = next(filter(None, targets), None)
             if target is None and architecture.merged_experts:
@@ -61,7 +67,9 @@ def origins_of(
             if target is None:
                 unknown.append(source)
             else:
-                origins[target] = Origin(source, take, transposed, offset, source.endswith(".A_log"))
+                origins[target] = Origin(
+                    source, take, transposed, offset, source.endswith(".A_log"), columns
+                )
     return origins, unknown
 
 
@@ -69,6 +77,8 @@ def _float_names(name: str, architecture: Architecture, config: PretrainedConfig
     """Return the names in a float checkpoint by which gguf knows a tensor of a model, and the rows of each."""
     owner, _, parameter = name.rpartition(".")
     kind = "bias" if parameter.endswith("_bias") else "weight"
+    if parts := linear_attention_parts(name, config, architecture.tiled):
+        return parts
     if parameter.startswith("gate_up_proj") and architecture.merged_experts:
         return {f"{owner}.gate_up_proj.{kind}": _gate_then_up if architecture.alternating else all_rows}
     if parameter.startswith("gate_up_proj"):
@@ -77,7 +87,10 @@ def _float_names(name: str, architecture: Architecture, config: PretrainedConfig
     if parameter.startswith("down_proj"):
         return {f"{owner}.down_proj.{kind}": all_rows}
     if parameter == "e_score_correction_bias":
-        return {f"{owner}.gate.e_score_correction.bias": all_rows}
+        router = owner if owner.endswith(".gate") else f"{owner.removesuffix('.gate.moe_statics')}.gate"
+        return {f"{router}.e_score_correction.bias": itemgetter(0) if owner.endswith("moe_statics") else all_rows}
+    if parameter == "dt_bias":
+        return {f"{owner}.dt_proj.bias": all_rows}
     if name.endswith((".conv.conv.weight", ".conv1d.weight")):
         return {name: _without_second_dimension}
     if parameter in ("sinks", "layer_scalar"):

@@ -19,6 +19,7 @@ from hf_trainweights.errors import CorruptFileError, UnsupportedError
 from hf_trainweights.exports.gguf.rows import Origin
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.column_order import COLUMN_ORDER, ColumnOrdered
 from hf_trainweights.imports.gguf.blocks import ALTERNATIVES, FLOATS, Blocks
 from hf_trainweights.imports.gguf.places import Place, Slot
 from hf_trainweights.imports.layouts.base import AGAIN
@@ -45,7 +46,9 @@ def common_format(name: str, slot: Slot, places: Sequence[Place]) -> Format | No
     if form is None:
         found = ", ".join(f"{place.name} in {place.tensor.kind.name}" for place in places)
         raise UnsupportedError(name, "parts of one weight in kinds that one format holds", found, _OTHER_FILE)
-    return form if form.fallback(slot.shape) == form else None
+    if form.fallback(slot.shape) != form:
+        return None
+    return form if places[0].origin.columns is None else ColumnOrdered(form)
 
 
 def quantized_weight(name: str, slot: Slot, places: Sequence[Place], form: Format, spill: Spill) -> QuantizedTensor:
@@ -53,12 +56,14 @@ def quantized_weight(name: str, slot: Slot, places: Sequence[Place], form: Forma
 
     UnsupportedError: its parts have different tensors that all rows share. CorruptFileError: a scale is not finite.
     """
-    ways = [_way(place, form) for place in places]
+    ways = [_way(place, form.inner if isinstance(form, ColumnOrdered) else form) for place in places]
     stored = {key: spill.empty(*spec) for key, spec in form.tensor_specs(slot.shape, torch.float16).items()}
     if sum(len(place.rows) for place in places) < math.prod(slot.shape[:-1]):
         for tensor in stored.values():  # rows that the file leaves out are zero, as in `float_weight`
             tensor.view(torch.uint8).zero_()
-    _fill_shared(name, stored, form, ways, places)
+    _fill_shared(name, stored, ways, places)
+    if (columns := places[0].origin.columns) is not None:
+        stored[COLUMN_ORDER].copy_(columns.expand(stored[COLUMN_ORDER].shape))
     by_rows = {key: tensor.flatten(0, -2) for key, tensor in stored.items() if key not in form.shared_names}
     for place, way in zip(places, ways, strict=True):
         for _, rows, data in _pieces(place, slot.columns):
@@ -83,7 +88,8 @@ def float_weight(name: str, slot: Slot, places: Sequence[Place], spill: Spill) -
         for start, rows, data in _pieces(place, slot.columns):
             values = _undo(place.origin, _values(place, data, slot.columns, start))
             _check_finite(name, place, "values", values)
-            by_rows[rows] = values
+            columns = slice(None) if place.origin.columns is None else place.origin.columns
+            by_rows[rows, columns] = values
     return spill.keep(weight.mT.contiguous()) if slot.transposed else weight
 
 
@@ -116,9 +122,7 @@ def _way(place: Place, form: Format) -> Blocks:
     return next(way for way in _ways(place) if way.format == form)
 
 
-def _fill_shared(
-    name: str, stored: dict[str, Tensor], form: Format, ways: Sequence[Blocks], places: Sequence[Place]
-) -> None:
+def _fill_shared(name: str, stored: dict[str, Tensor], ways: Sequence[Blocks], places: Sequence[Place]) -> None:
     """Fill the stored tensors that all rows of a matrix share; UnsupportedError: its parts have different ones."""
     for index, (way, place) in enumerate(zip(ways, places, strict=True)):
         for key, tensor in way.shared.items():
