@@ -67,9 +67,7 @@ def origins_of(
             if target is None:
                 unknown.append(source)
             else:
-                origins[target] = Origin(
-                    source, take, transposed, offset, source.endswith(".A_log"), columns
-                )
+                origins[target] = Origin(source, take, transposed, offset, source.endswith(".A_log"), columns)
     return origins, unknown
 
 
@@ -89,6 +87,8 @@ def _float_names(name: str, architecture: Architecture, config: PretrainedConfig
     if parameter == "e_score_correction_bias":
         router = owner if owner.endswith(".gate") else f"{owner.removesuffix('.gate.moe_statics')}.gate"
         return {f"{router}.e_score_correction.bias": itemgetter(0) if owner.endswith("moe_statics") else all_rows}
+    if parameter == "expert_bias":
+        return {f"{name}.bias": all_rows}
     if parameter == "dt_bias":
         return {f"{owner}.dt_proj.bias": all_rows}
     if name.endswith((".conv.conv.weight", ".conv1d.weight")):

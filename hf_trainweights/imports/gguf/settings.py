@@ -36,8 +36,20 @@ _SETTINGS = {
     "attention.layer_norm_epsilon": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "final_logit_softcapping": ("final_logit_softcapping",),
-    "expert_count": ("num_local_experts", "num_experts"),
+    "expert_count": ("num_local_experts", "num_experts", "n_routed_experts"),
     "expert_used_count": ("num_experts_per_tok",),
+    "expert_shared_count": ("n_shared_experts", "moe_num_shared_experts"),
+    "expert_feed_forward_length": ("moe_intermediate_size",),
+    "expert_weights_scale": ("routed_scaling_factor",),
+    "expert_weights_norm": ("norm_topk_prob",),
+    "leading_dense_block_count": ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"),
+    "interleave_moe_layer_step": ("moe_layer_interval",),
+    "attention.scale": ("attention_multiplier",),
+    "attention.clamp_kqv": ("clip_qkv",),
+    "embedding_scale": ("embedding_multiplier",),
+    "residual_scale": ("residual_multiplier",),
+    "logit_scale": ("logits_scaling", "logit_scale"),
+    "use_parallel_residual": ("use_parallel_residual",),
     "shortconv.l_cache": ("conv_L_cache",),
     "ssm.conv_kernel": ("conv_kernel",),
     "ssm.state_size": ("state_size",),
@@ -58,10 +70,12 @@ _SIZES = (
 )
 # Settings that say whether the model has a tensor.
 _HAS = {
-    "attention_bias": "blk.0.attn_q.bias",
-    "use_qkv_bias": "blk.0.attn_q.bias",
-    "mlp_bias": "blk.0.ffn_up.bias",
-    "use_conv_bias": "blk.0.ssm_conv1d.bias",
+    "attention_bias": ("blk.0.attn_q.bias", "blk.0.attn_qkv.bias"),
+    "use_qkv_bias": ("blk.0.attn_q.bias",),
+    "use_bias": ("blk.0.attn_q.bias",),
+    "use_qk_norm": ("blk.0.attn_q_norm.weight",),
+    "mlp_bias": ("blk.0.ffn_up.bias",),
+    "use_conv_bias": ("blk.0.ssm_conv1d.bias",),
 }
 # The classes of the architecture bert by the kind of the tokenizer.
 _BERTS = {"bert": "BertModel", "gpt2": "RobertaModel", "t5": "XLMRobertaModel"}
@@ -102,11 +116,12 @@ class _Settings:
         for key, names in _SETTINGS.items():
             if key not in of_layers:
                 self._set(settings, names, self._number(key))
+        self._set(settings, ("num_hidden_layers",), self._layers())
         for tensor, dimension, names in _SIZES:
             shape = self._file.tensors[tensor].shape if tensor in self._file.tensors else ()
             self._set(settings, names, shape[dimension] if dimension < len(shape) else None)
-        for setting, tensor in _HAS.items():
-            self._set(settings, (setting,), tensor in self._file.tensors)
+        for setting, tensors in _HAS.items():
+            self._set(settings, (setting,), any(tensor in self._file.tensors for tensor in tensors))
         for setting, token in _TOKENS.items():
             settings[setting] = self._file.metadata.get(f"tokenizer.ggml.{token}_token_id")
         self._add_peculiarities(settings)
@@ -140,10 +155,14 @@ class _Settings:
             # In T5 the first layer alone has a bias for distances, in UMT5 each has one.
             is_umt5 = "enc.blk.1.attn_rel_b.weight" in self._file.tensors
             names = [name for name in names if name.startswith("UMT5") == is_umt5]
-        if not names:
-            known = ", ".join(dict.fromkeys(entry.name for entry in READABLE.values()))
+        if not names or not READABLE[names[0]].described:
+            known = ", ".join(dict.fromkeys(entry.name for entry in READABLE.values() if entry.described))
             raise UnsupportedError(str(self._file.path), f"an architecture of {known}", repr(self._name), GIVE_BASE)
         return getattr(transformers, names[0]), READABLE[names[0]]
+
+    def _layers(self) -> int:
+        """Return the number of layers but those that predict further tokens, which come last."""
+        return int(self._number("block_count") or 0) - int(self._number("nextn_predict_layers") or 0)
 
     def _set(self, settings: dict[str, Any], names: tuple[str, ...], value: Any) -> None:
         """Set the first of these settings that the configuration has, unless the file says nothing of it."""
@@ -183,6 +202,9 @@ class _Settings:
 
     def _head_size(self, settings: dict[str, Any]) -> int:
         """Return the number of rows of a head; CorruptFileError: the heads do not divide the rows."""
+        length = self._number("attention.key_length")
+        if isinstance(length, int) and length:
+            return length
         heads = self._get(settings, "num_attention_heads")
         queries = (tensor for name, tensor in self._file.tensors.items() if name.endswith(".attn_q.weight"))
         rows = next((tensor.shape[0] for tensor in queries), self._get(settings, "hidden_size"))
@@ -203,11 +225,17 @@ class _Settings:
             if hasattr(pattern, "tolist"):
                 kinds = ("full_attention", "sliding_attention")
                 settings["layer_types"] = [kinds[bool(slides)] for slides in pattern.tolist()]
-        self._set(settings, ("use_parallel_residual",), "blk.0.ffn_norm.weight" not in tensors)
+            elif self._name == "exaone4" and "sliding_window" not in settings:
+                layers = int(self._get(settings, "num_hidden_layers"))
+                settings |= {"sliding_window": None, "layer_types": ["full_attention"] * layers}
+        if f"{self._name}.use_parallel_residual" not in self._file.metadata:
+            self._set(settings, ("use_parallel_residual",), "blk.0.ffn_norm.weight" not in tensors)
         if hasattr(self._default, "conv_L_cache"):
             heads: Any = self._file.metadata.get(f"{self._name}.attention.head_count_kv")
             settings["layer_types"] = ["full_attention" if number else "conv" for number in heads.tolist()]
-            settings["block_auto_adjust_ff_dim"] = False
+            self._set(settings, ("block_auto_adjust_ff_dim",), False)
+        if hasattr(self._default, "linear_num_key_heads"):
+            self._add_linear_attention(settings)
         if hasattr(self._default, "relative_attention_num_buckets"):
             settings["feed_forward_proj"] = "gated-gelu" if "enc.blk.0.ffn_gate.weight" in tensors else "relu"
             settings["decoder_start_token_id"] = self._number("decoder_start_token_id") or 0
@@ -218,6 +246,20 @@ class _Settings:
         if hasattr(self._default, "new_decoder_architecture"):
             settings["new_decoder_architecture"] = "blk.0.attn_norm_2.weight" in tensors
             settings["multi_query"] = settings.get("num_kv_heads") == 1
+
+    def _add_linear_attention(self, settings: dict[str, Any]) -> None:
+        """Add the sizes of a linear attention, and the layers that have a full one instead: each so-many-th."""
+        layers, interval = (int(self._get(settings, "num_hidden_layers")), self._number("full_attention_interval") or 4)
+        kinds = ("linear_attention", "full_attention")
+        settings["layer_types"] = [kinds[(layer + 1) % int(interval) == 0] for layer in range(layers)]
+        heads = int(self._number("ssm.time_step_rank") or 1)
+        settings |= {
+            "linear_num_value_heads": heads,
+            "linear_num_key_heads": self._number("ssm.group_count"),
+            "linear_key_head_dim": self._number("ssm.state_size"),
+            "linear_value_head_dim": int(self._number("ssm.inner_size") or 0) // max(1, heads),
+            "linear_conv_kernel_dim": self._number("ssm.conv_kernel"),
+        }
 
     def _rope(self, head_size: int) -> dict[str, Any]:
         """Return the settings of the rotary embedding; UnsupportedError: the file has divisors that are not known."""

@@ -191,7 +191,7 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, MODELS[name][1], **writer_options)
     for call, value in {**_settings(name, config), **(metadata or {})}.items():
         getattr(writer, f"add_{call}")(value)
-    _add_tokenizer(writer, config.vocab_size)
+    add_tokenizer(writer, config.vocab_size)
     for number, (tensor_name, values) in enumerate(_tensors(model, name).items()):
         kind = kinds(tensor_name)
         if kind is None:
@@ -266,7 +266,8 @@ def _tensors(model: PreTrainedModel, name: str) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, vocabulary: int) -> None:
+def add_tokenizer(writer: gguf.GGUFWriter, vocabulary: int) -> None:
+    """Write a tokenizer of bytes, with so many tokens."""
     tokenizer = byte_level()
     tokens = [*tokenizer.convert_ids_to_tokens(range(len(tokenizer))), *(f"<pad{n}>" for n in range(vocabulary))]
     writer.add_tokenizer_model("gpt2")

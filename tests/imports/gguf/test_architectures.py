@@ -1,0 +1,53 @@
+"""Files of each architecture become the model that llama.cpp computes, with the settings that the file tells."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from covering import by_default
+from imports.gguf.architectures import SPECS, write_architecture
+from tiny_tokenizers import byte_level
+
+from hf_trainweights import QuantizedTensor, import_directory
+from hf_trainweights.errors import UnsupportedError
+from hf_trainweights.imports.gguf.architectures import READABLE
+
+pytestmark = pytest.mark.slow  # together they take long
+
+NOT_DESCRIBED = [name for name in SPECS if not READABLE[SPECS[name][0]].described]
+# A file has no such settings, or tells them in another way.
+NOT_COMPARED = {"architectures", "dtype", "pad_token_id", "transformers_version", "rope_parameters", "layer_types"}
+NOT_COMPARED |= {"_name_or_path", "moe_layer_end_index", "sliding_window_pattern", "head_dim", "quantization_config"}
+
+
+@pytest.mark.parametrize("name", by_default(["qwen3_5", "llama4", "granitemoe"], SPECS))
+def test_the_model_has_the_weights_and_settings_of_the_file(name: str, tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    model = write_architecture(source / "model.gguf", name)
+    byte_level().save_pretrained(source)
+    if name in NOT_DESCRIBED:
+        with pytest.raises(UnsupportedError, match=r"Give base_model"):
+            import_directory(source, out)
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(source)
+    import_directory(source, out)
+    back = type(model).from_pretrained(out, dtype=torch.float32)
+    assert sum(isinstance(each, QuantizedTensor) for each in back.parameters()) > 5
+    wanted = json.loads(model.config.to_json_string(use_diff=False))
+    settings = json.loads(back.config.to_json_string(use_diff=False))
+    differing = {key for key in wanted if settings.get(key) != wanted[key]} - NOT_COMPARED
+    assert differing == set()
+    back.dequantize()
+    values, expected = back.state_dict(), model.state_dict()
+    # A file has -exp(A_log), and the logarithm of that is rounded.
+    for key in [key for key in expected if key.endswith("A_log")]:
+        torch.testing.assert_close(values[key], expected[key], rtol=1e-6, atol=1e-6)
+        expected[key].copy_(values[key])
+    assert [key for key in expected if not torch.equal(values[key], expected[key])] == []
+    tokens = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        assert torch.equal(back.eval()(tokens)[0], model(tokens)[0])
