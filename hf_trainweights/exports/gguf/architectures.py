@@ -34,6 +34,7 @@ class Architecture:
         transposed: Endings of the names of float weights that a file holds transposed.
         alternating: Whether the rows of gate and up take turns in the experts' merged weight.
         merged_experts: Whether a file has gate and up of the experts in one tensor.
+        split_latent: Whether a file has keys and values of latent attention in two tensors, the keys transposed.
         tiled: Whether heads of values that share a head of keys lie apart, see `linear_attention`.
         described: Whether a file tells all settings of a model.
         unused: Beginnings of the names of tensors that llama.cpp does not use.
@@ -54,6 +55,7 @@ class Architecture:
     transposed: tuple[str, ...] = ()
     alternating: bool = False
     merged_experts: bool = False
+    split_latent: bool = False
     tiled: bool = False
     described: bool = True
     unused: tuple[str, ...] = ()

@@ -104,6 +104,9 @@ def _float_names(name: str, architecture: Architecture, config: PretrainedConfig
         return {name: partial(_by_kind, key_value_heads(config), config.num_attention_heads)}
     if projection == "position_embeddings":
         return {name: itemgetter(slice(skipped_positions(architecture, config), None))}
+    if projection == "kv_b_proj" and architecture.split_latent:
+        parts = {"k_b_proj": partial(_latent_keys, config), "v_b_proj": partial(_latent_values, config)}
+        return {name.replace("kv_b_proj", part): take for part, take in parts.items()}
     if projection == "shared_expert_gate":
         return {name: itemgetter(0)}
     if architecture.interleaved and projection in ("q_proj", "k_proj"):
@@ -115,6 +118,15 @@ def _float_names(name: str, architecture: Architecture, config: PretrainedConfig
 def all_rows(tensor: Tensor) -> Tensor:
     """Return all rows of a tensor."""
     return tensor
+
+
+def _latent_keys(config: PretrainedConfig, tensor: Tensor) -> Tensor:
+    """Return the keys of each head with rows and columns exchanged, `[heads, K, keys of a head]`."""
+    return tensor.unflatten(0, (config.num_attention_heads, -1))[:, : config.qk_nope_head_dim].mT
+
+
+def _latent_values(config: PretrainedConfig, tensor: Tensor) -> Tensor:
+    return tensor.unflatten(0, (config.num_attention_heads, -1))[:, config.qk_nope_head_dim :]
 
 
 def _half(number: int, tensor: Tensor) -> Tensor:

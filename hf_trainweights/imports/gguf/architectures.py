@@ -6,6 +6,8 @@ import gguf
 
 from hf_trainweights.exports.gguf.architectures import ARCHITECTURES, Architecture
 
+_LATENT = Architecture(gguf.MODEL_ARCH.DEEPSEEK2, described=False)
+
 # llama.cpp computes these as Transformers does. Nobody has compared an export of them with llama.cpp yet.
 READABLE = ARCHITECTURES | {
     "GptOssForCausalLM": Architecture(
@@ -45,6 +47,9 @@ READABLE = ARCHITECTURES | {
     "Qwen3NextForCausalLM": Architecture(gguf.MODEL_ARCH.QWEN3NEXT, partly_rotary=True, norm_offset=1.0),
     "Qwen3_5ForCausalLM": Architecture(gguf.MODEL_ARCH.QWEN35, partly_rotary=True, norm_offset=1.0, tiled=True),
     "Qwen3_5MoeForCausalLM": Architecture(gguf.MODEL_ARCH.QWEN35MOE, partly_rotary=True, norm_offset=1.0, tiled=True),
+    "DeepseekV2ForCausalLM": _LATENT,
+    "DeepseekV3ForCausalLM": _LATENT,
+    "Glm4MoeLiteForCausalLM": _LATENT,
     "Llama4ForCausalLM": Architecture(gguf.MODEL_ARCH.LLAMA4, described=False),
     "Ministral3ForCausalLM": Architecture(gguf.MODEL_ARCH.MISTRAL3, interleaved=True, described=False),
     "NemotronForCausalLM": Architecture(gguf.MODEL_ARCH.NEMOTRON, partly_rotary=True, norm_offset=1.0),

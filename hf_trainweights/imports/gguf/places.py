@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -24,7 +25,7 @@ _NO_PARAMETERS = re.compile(
 )
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _KEYS_AND_VALUES = re.compile(r"blk\.\d+\.attn_(k|v|k_norm|v_norm)\.")
-_MERGED_EXPERTS = ".ffn_gate_up_exps."
+_MERGED_EXPERTS, LATENT_KEYS = ".ffn_gate_up_exps.", ".attn_k_b."
 _SHOWN = 3
 
 
@@ -33,7 +34,8 @@ class Slot(NamedTuple):
 
     Args:
         shape: Its stored shape, `[*, N, K]` or that of a bias.
-        columns: The number of columns of a row. Each number of a bias is a row by itself.
+        columns: The number of columns of a row. Each number of a bias is a row by itself, and each number of a weight
+            of which a file has rows as columns.
         transposed: Whether the module keeps it as `[*, K, N]`.
         takes_codes: Whether it can be a quantized weight.
     """
@@ -50,7 +52,8 @@ class Place(NamedTuple):
     Args:
         name: The name in the file.
         tensor: The tensor of the file.
-        rows: For each row of the file the row of the model's tensor, with all leading dimensions flattened.
+        rows: For each row of the file the rows of the model's tensor, with all leading dimensions flattened, `[n, m]`:
+            one row, but for a slot whose rows are single numbers.
         origin: The way in which the file's tensor was made of the model's.
         factors: The number by which the scales of each row of an NVFP4 weight are multiplied, float32.
     """
@@ -72,6 +75,8 @@ def places_of(
     """
     if any(_MERGED_EXPERTS in name for name in file.tensors):
         architecture = replace(architecture, merged_experts=True)
+    if any(LATENT_KEYS in name for name in file.tensors):
+        architecture = replace(architecture, split_latent=True)
     origins, unknown = origins_of(slots, architecture, config)
     _refuse(file, unknown, f"tensors that llama.cpp's {architecture.name} has", "Give the right config.json.")
     missing = [name for name in origins if name not in file.tensors and not name.endswith(".bias")]
@@ -131,7 +136,8 @@ def _place(file: GgufFile, name: str, origin: Origin, slot: Slot) -> Place:
         next_step = "Take a file of another kind, such as Q4_K_M; or quantize the float model."
         raise UnsupportedError(where, f"one of {supported}", tensor.kind.name, next_step)
     numbers = torch.arange(torch.Size(slot.shape).numel() // slot.columns)
-    rows = origin.take(numbers.view(*slot.shape[:-1], slot.shape[-1] // slot.columns)).flatten()
+    rows = origin.take(numbers.view(*slot.shape[:-1], slot.shape[-1] // slot.columns))
+    rows = rows.reshape(math.prod(shape[:-1]), -1)
     return Place(name, tensor, rows, origin, torch.ones(len(rows), dtype=torch.float32))
 
 

@@ -58,7 +58,7 @@ def quantized_weight(name: str, slot: Slot, places: Sequence[Place], form: Forma
     """
     ways = [_way(place, form.inner if isinstance(form, ColumnOrdered) else form) for place in places]
     stored = {key: spill.empty(*spec) for key, spec in form.tensor_specs(slot.shape, torch.float16).items()}
-    if sum(len(place.rows) for place in places) < math.prod(slot.shape[:-1]):
+    if sum(place.rows.numel() for place in places) < math.prod(slot.shape[:-1]):
         for tensor in stored.values():  # rows that the file leaves out are zero, as in `float_weight`
             tensor.view(torch.uint8).zero_()
     _fill_shared(name, stored, ways, places)
@@ -66,12 +66,12 @@ def quantized_weight(name: str, slot: Slot, places: Sequence[Place], form: Forma
         stored[COLUMN_ORDER].copy_(columns.expand(stored[COLUMN_ORDER].shape))
     by_rows = {key: tensor.flatten(0, -2) for key, tensor in stored.items() if key not in form.shared_names}
     for place, way in zip(places, ways, strict=True):
-        for _, rows, data in _pieces(place, slot.columns):
+        for _, rows, data in _pieces(place):
             for key, tensor in way.decode(data.view(len(data), -1, place.tensor.kind.block_bytes)).items():
                 _check_finite(name, place, key, tensor)
                 by_rows[key][rows] = tensor
         if _GLOBAL_SCALE in by_rows:
-            by_rows[_GLOBAL_SCALE][place.rows] = place.factors.unsqueeze(1)
+            by_rows[_GLOBAL_SCALE][place.rows.flatten()] = place.factors.unsqueeze(1)
     form.check(stored, slot.shape, name)
     return QuantizedTensor(stored, form, slot.shape, torch.float16, slot.transposed)
 
@@ -85,11 +85,11 @@ def float_weight(name: str, slot: Slot, places: Sequence[Place], spill: Spill) -
     weight = spill.empty(slot.shape, torch.float32).zero_()
     by_rows = weight.view(-1, slot.columns)
     for place in places:
-        for start, rows, data in _pieces(place, slot.columns):
-            values = _undo(place.origin, _values(place, data, slot.columns, start))
+        for start, rows, data in _pieces(place):
+            values = _undo(place.origin, _values(place, data, start))
             _check_finite(name, place, "values", values)
             columns = slice(None) if place.origin.columns is None else place.origin.columns
-            by_rows[rows, columns] = values
+            by_rows[rows, columns] = values.view(-1, slot.columns)
     return spill.keep(weight.mT.contiguous()) if slot.transposed else weight
 
 
@@ -141,7 +141,7 @@ def _check_finite(name: str, place: Place, key: str, tensor: Tensor) -> None:
         raise CorruptFileError(f"{name} ({place.name} in the file)", f"finite numbers as {key}", "NaN or Inf", AGAIN)
 
 
-def _values(place: Place, data: Tensor, columns: int, start: int) -> Tensor:
+def _values(place: Place, data: Tensor, start: int) -> Tensor:
     """Return the float32 values of some rows of a file's tensor, from row `start` on."""
     kind = place.tensor.kind
     if kind.name in FLOATS:
@@ -150,15 +150,15 @@ def _values(place: Place, data: Tensor, columns: int, start: int) -> Tensor:
     stored = {**way.decode(data.view(len(data), -1, kind.block_bytes)), **way.shared}
     if _GLOBAL_SCALE in way.format.tensor_names:
         stored[_GLOBAL_SCALE] = place.factors[start : start + len(data)].unsqueeze(1)
-    return way.format.dequantize(stored, (len(data), columns), torch.float32)
+    return way.format.dequantize(stored, (len(data), place.tensor.shape[-1]), torch.float32)
 
 
-def _pieces(place: Place, columns: int) -> Iterator[tuple[int, Tensor | slice, Tensor]]:
+def _pieces(place: Place) -> Iterator[tuple[int, Tensor | slice, Tensor]]:
     """Yield the first of some rows of a file, the rows of the model's tensor that they make up, and their bytes."""
-    count = max(1, _WEIGHTS_AT_ONCE // columns)
+    count = max(1, _WEIGHTS_AT_ONCE // place.tensor.shape[-1])
     data = place.tensor.data.view(len(place.rows), -1)
     for start in range(0, len(data), count):
-        rows = place.rows[start : start + count]
+        rows = place.rows[start : start + count].flatten()
         first, last = int(rows[0]), int(rows[-1])
         neighbours = torch.equal(rows, torch.arange(first, last + 1))
         yield start, slice(first, last + 1) if neighbours else rows, data[start : start + count]

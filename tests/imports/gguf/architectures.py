@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,9 @@ OF_EXPERTS: dict[str, Any] = {"expert_count": 4, "expert_used_count": 2, "expert
 OF_ROUTED = {**OF_EXPERTS, "expert_shared_count": 1, "leading_dense_block_count": 1, "expert_weights_norm": True}
 OF_ROUTED |= {"expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID, "expert_weights_scale": 1.5}
 LINEAR: dict[str, Any] = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 32}
-LINEAR |= {"linear_value_head_dim": 64, "linear_conv_kernel_dim": 4, "head_dim": 64}
+LINEAR |= {"linear_value_head_dim": 32, "linear_conv_kernel_dim": 4, "head_dim": 64}
 LINEAR |= {"layer_types": ["linear_attention", "full_attention"]}
-OF_LINEAR: dict[str, Any] = {"ssm_conv_kernel": 4, "ssm_state_size": 32, "ssm_group_count": 2, "ssm_inner_size": 256}
+OF_LINEAR: dict[str, Any] = {"ssm_conv_kernel": 4, "ssm_state_size": 32, "ssm_group_count": 2, "ssm_inner_size": 128}
 OF_LINEAR |= {"ssm_time_step_rank": 4, "full_attention_interval": 2, "rope_dimension_count": 16}
 SECTIONS = {"rope_dimension_sections": [11, 11, 10, 0]}
 QWEN_EXPERTS = {**PLAIN, **LINEAR, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 128}
@@ -50,13 +51,22 @@ NEOX = {name: value for name, value in PLAIN.items() if name != "num_key_value_h
 ERNIE = {**HEADS, "num_hidden_layers": 3, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 2}
 ERNIE |= {"moe_intermediate_size": 128, "moe_layer_start_index": 1, "moe_layer_end_index": -1}
 OF_ERNIE = {**OF_EXPERTS, "expert_shared_count": 2, "interleave_moe_layer_step": 1, "leading_dense_block_count": 1}
-LLAMA4 = {**HEADS, **ROPE, "intermediate_size": 128, "intermediate_size_mlp": 512, "num_hidden_layers": 4}
+OF_ERNIE |= {"expert_shared_feed_forward_length": 256}
+LLAMA4 = {**HEADS, **ROPE, "intermediate_size": 256, "intermediate_size_mlp": 512, "num_hidden_layers": 4}
 LLAMA4 |= {"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2}
-OF_LLAMA4 = {**OF_EXPERTS, "expert_used_count": 1, "interleave_moe_layer_step": 2, "feed_forward_length": 512}
+OF_LLAMA4 = {"expert_count": 4, "expert_used_count": 1, "expert_feed_forward_length": 256, "feed_forward_length": 512}
+OF_LLAMA4 |= {"interleave_moe_layer_step": 2}
 LFM2_MOE = {**TIED, **EXPERTS, "num_experts": 4, "num_dense_layers": 1, "num_hidden_layers": 3}
 LFM2_MOE |= {"layer_types": ["conv", "full_attention", "conv"]}
 OF_LFM2_MOE = {**OF_EXPERTS, "head_count_kv": [0, 2, 0], "shortconv_l_cache": 3, "leading_dense_block_count": 1}
 OF_LFM2_MOE |= {"expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID}
+LATENT = {**PLAIN, **ROUTED, **ROPE, "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 64}
+LATENT |= {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
+DEEPSEEK_V2 = {**LATENT, "norm_topk_prob": False, "topk_method": "greedy", "routed_scaling_factor": 1.0}
+OF_LATENT = {**OF_ROUTED, "head_count_kv": 1, "key_length": 96, "value_length": 64, "key_length_mla": 64}
+OF_LATENT |= {"value_length_mla": 32, "q_lora_rank": 64, "kv_lora_rank": 64, "rope_dimension_count": 32}
+OF_DEEPSEEK_V2 = {**OF_LATENT, "expert_gating_func": gguf.ExpertGatingFuncType.SOFTMAX, "expert_weights_scale": 1.0}
+OF_DEEPSEEK_V2 |= {"expert_weights_norm": False}
 FOUR_LAYERS: dict[str, Any] = {"num_hidden_layers": 4}
 
 # The class of a model, its configuration, and methods of the writer that describe it with their arguments.
@@ -112,6 +122,9 @@ SPECS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_next": ("Qwen3NextForCausalLM", QWEN_EXPERTS, OF_QWEN_EXPERTS),
     "qwen3_5": ("Qwen3_5ForCausalLM", {**PLAIN, **LINEAR}, {**OF_LINEAR, **SECTIONS}),
     "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", QWEN35_EXPERTS, {**OF_QWEN_EXPERTS, **SECTIONS}),
+    "deepseek_v2": ("DeepseekV2ForCausalLM", DEEPSEEK_V2, OF_DEEPSEEK_V2),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", LATENT, OF_LATENT),
+    "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", LATENT, OF_LATENT),
     "llama4": ("Llama4ForCausalLM", LLAMA4, OF_LLAMA4),
 }
 
@@ -135,7 +148,7 @@ def build(name: str) -> PreTrainedModel:
 
 def write_architecture(path: Path, name: str, kind: str = "Q8_0") -> PreTrainedModel:
     """Write a file whose large matrices are blocks of a kind; return the float model with the values of the file."""
-    model, architecture = build(name), READABLE[SPECS[name][0]]
+    model, architecture = build(name), replace(READABLE[SPECS[name][0]], split_latent=True)
     writer = gguf.GGUFWriter(path, architecture.name)
     for call, value in {**_settings(model), **SPECS[name][2]}.items():
         getattr(writer, f"add_{call}")(value)
