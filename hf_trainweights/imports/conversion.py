@@ -68,6 +68,11 @@ class Source:
         with torch.device("cpu"):  # else safetensors creates the tensor on the default device
             return self._readers[name](name)
 
+    def drop_prefix(self, prefix: str) -> None:
+        """Read each tensor whose name begins with a prefix by its name without that."""
+        for name in [name for name in self._readers if name.startswith(prefix)]:
+            self._readers[name.removeprefix(prefix)] = functools.partial(_named, self._readers.pop(name), name)
+
     def modules(self, layout: Layout) -> dict[str, dict[str, str]]:
         """Return the names of the tensors of each module, by the leaves into which `layout` splits names."""
         modules: dict[str, dict[str, str]] = defaultdict(dict)
@@ -86,6 +91,10 @@ class Source:
                 del self._readers[name]
                 for expert, expert_name in enumerate(layout.expert_names(name, len(stacked)) or ()):
                     self._readers[expert_name] = functools.partial(_slice_of, read, name, expert)
+
+
+def _named(read: Callable[[str], Tensor], name: str, _: str) -> Tensor:
+    return read(name)
 
 
 def _slice_of(read: Callable[[str], Tensor], name: str, index: int, _: str) -> Tensor:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
 from hf_trainweights.exports.refusals import require
@@ -45,6 +46,8 @@ from hf_trainweights.models.saving.new_directories import copy_companions, new_d
 _KEYS = ("quantization_config", "compression_config")
 # MLX's key, whose description has no `quant_method`.
 _MLX_KEY = "quantization"
+# MLX leaves out the other parts of a model of several parts. The names of the text's tensors begin so.
+_MLX_TEXT = "language_model."
 # Older models of GPTQ, AWQ and ModelOpt have a file of their own for it, which may leave out this `quant_method`.
 _DESCRIPTIONS = {
     "quantize_config.json": "gptq",
@@ -139,6 +142,11 @@ def _open_directory(folder: Path) -> _Opened:
     files = Source(folder)
     check_config(config, len(files.names), files.size_bytes, str(folder / CONFIG_NAME))
     saved = read_config(folder)
+    if described.get("quant_method") == "mlx" and all(name.startswith(_MLX_TEXT) for name in files.names):
+        files.drop_prefix(_MLX_TEXT)
+        described = {key.removeprefix(_MLX_TEXT): value for key, value in described.items()}
+        saved = _text_model(saved)
+        config = json.loads(saved.to_json_string(use_diff=False))
     name, cls = saved_class(saved)
     if cls is None:
         expected, next_step = "a class of Transformers in config.json's architectures", "Other models are not read."
@@ -153,6 +161,15 @@ def _open_directory(folder: Path) -> _Opened:
         return config, convert(files, layout, skeleton, target).most_common(1)[0][0]
 
     return _Opened(folder, write, partial(copy_companions, folder))
+
+
+def _text_model(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the configuration of the text model alone, which names its class if Transformers has one."""
+    text = config.get_text_config()
+    text.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text.model_type, "none for a text alone")]
+    text.dtype = text.dtype or config.dtype
+    vars(text).pop("quantization_config", None)
+    return text
 
 
 def _open_gguf(file: Path, base: Path | None) -> _Opened:
