@@ -9,7 +9,9 @@ import pytest
 import torch
 from covering import by_default
 from imports.gguf.architectures import SPECS, write_architecture
+from peft import LoraConfig, get_peft_model
 from tiny_tokenizers import byte_level
+from transformers import AutoModelForCausalLM
 
 from hf_trainweights import QuantizedTensor, import_directory
 from hf_trainweights.errors import UnsupportedError
@@ -51,3 +53,25 @@ def test_the_model_has_the_weights_and_settings_of_the_file(name: str, tmp_path:
     tokens = torch.arange(40).view(2, 20)
     with torch.no_grad():
         assert torch.equal(back.eval()(tokens)[0], model(tokens)[0])
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_an_imported_model_saves_again_and_trains_adapters(tmp_path: Path) -> None:
+    source, out, again = (tmp_path / name for name in ("source", "out", "again"))
+    source.mkdir()
+    write_architecture(source / "model.gguf", "qwen3_5")
+    byte_level().save_pretrained(source)
+    import_directory(source, out)
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    model.save_pretrained(again)
+    assert [file.read_bytes() for file in sorted(again.glob("*.safetensors"))] == [
+        file.read_bytes() for file in sorted(out.glob("*.safetensors"))
+    ]
+    forms = {str(each.format) for each in model.parameters() if isinstance(each, QuantizedTensor)}
+    assert "int8 g32 with ordered columns" in forms
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "out_proj", "down_proj"], r=4))
+    tokens = torch.arange(40).view(2, 20)
+    adapted(input_ids=tokens, labels=tokens).loss.backward()
+    gradients = [each.grad for name, each in adapted.named_parameters() if "lora_B" in name]
+    assert gradients
+    assert all(gradient is not None and bool(gradient.any()) for gradient in gradients)
