@@ -94,13 +94,15 @@ def import_directory(
         >>> import_directory("models/llama-gptq", "models/llama-int4")  # doctest: +SKIP
         >>> import_directory("models/llama-gguf", "models/llama", file="*Q4_K_M*")  # doctest: +SKIP
     """
-    out = Path(out)
-    require_vacant_directory(out)
+    require_vacant_directory(Path(out))
     local = local_source(source, file)
-    if local.is_dir():
-        opened = _open_directory(local)
-    else:
-        opened = _open_gguf(local, None if base_model is None else local_source(base_model, None))
+    base = None if base_model is None or local.is_dir() else local_source(base_model, None)
+    return import_local(local, Path(out), base)
+
+
+def import_local(local: Path, out: Path, base: Path | None) -> Summary:
+    """Import as `import_directory` does, from a source and a base model that `local_source` has found."""
+    opened = _open_directory(local) if local.is_dir() else _open_gguf(local, base)
     with new_directory(out) as temporary:
         converted = temporary.with_name(f"{temporary.name}.converted")
         converted.mkdir()

@@ -161,8 +161,15 @@ class _Settings:
         return getattr(transformers, names[0]), READABLE[names[0]]
 
     def _layers(self) -> int:
-        """Return the number of layers but those that predict further tokens, which come last."""
-        return int(self._number("block_count") or 0) - int(self._number("nextn_predict_layers") or 0)
+        """Return the number of layers but those that predict further tokens, which come last.
+
+        CorruptFileError: there are fewer tensors than layers, of which lists are made soon.
+        """
+        layers = int(self._number("block_count") or 0) - int(self._number("nextn_predict_layers") or 0)
+        if not 0 < layers <= len(self._file.tensors):
+            where, tensors = f"{self._file.path}: {self._name}.block_count", len(self._file.tensors)
+            raise CorruptFileError(where, f"1 to {tensors} layers, as there are {tensors} tensors", f"{layers}", AGAIN)
+        return layers
 
     def _set(self, settings: dict[str, Any], names: tuple[str, ...], value: Any) -> None:
         """Set the first of these settings that the configuration has, unless the file says nothing of it."""

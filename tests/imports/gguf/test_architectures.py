@@ -14,7 +14,7 @@ from tiny_tokenizers import byte_level
 from transformers import AutoModelForCausalLM
 
 from hf_trainweights import QuantizedTensor, import_directory
-from hf_trainweights.errors import UnsupportedError
+from hf_trainweights.errors import CorruptFileError, UnsupportedError
 from hf_trainweights.imports.gguf.architectures import READABLE
 
 pytestmark = pytest.mark.slow  # together they take long
@@ -75,3 +75,15 @@ def test_an_imported_model_saves_again_and_trains_adapters(tmp_path: Path) -> No
     gradients = [each.grad for name, each in adapted.named_parameters() if "lora_B" in name]
     assert gradients
     assert all(gradient is not None and bool(gradient.any()) for gradient in gradients)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "exaone4"])
+def test_a_number_of_layers_that_no_file_has_is_refused_before_lists_of_them(name: str, tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    file = tmp_path / "source" / "model.gguf"
+    write_architecture(file, name)
+    key, data = b"block_count" + (4).to_bytes(4, "little"), file.read_bytes()
+    start = data.index(key) + len(key)
+    file.write_bytes(data[:start] + (2**32 - 1).to_bytes(4, "little") + data[start + 4 :])
+    with pytest.raises(CorruptFileError, match=r"block_count: expected 1 to \d+ layers, .* found 4294967295"):
+        import_directory(tmp_path / "source", tmp_path / "out")
