@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +54,26 @@ def compare(name: str, folder: Path) -> dict[str, Any]:
     return {"model": name, **row, "logits_relative_error": error}
 
 
+def architectures(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return all architectures that are read, with their classes and the largest difference of those compared here."""
+    listed = []
+    for name in dict.fromkeys(entry.name for entry in READABLE.values()):
+        classes = [each for each, entry in READABLE.items() if entry.name == name]
+        errors = [row["logits_relative_error"] for row in rows if row["architecture"] == name]
+        described = READABLE[classes[0]].described
+        listed.append({"name": name, "classes": classes, "described": described, "error": max(errors, default=None)})
+    return listed
+
+
 def main() -> None:
+    """Compare all models, print and store the results."""
     rows = []
     for name in (*SPECS, *OTHERS):
         with tempfile.TemporaryDirectory() as folder:
             rows.append(compare(name, Path(folder)))
         print(rows[-1], flush=True)
     made = {"commit": commit(), "cpu": cpu_name(), "llama_cpp_python": llama_cpp.__version__, **versions("gguf")}
-    RESULTS.write_text(json.dumps({**made, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    RESULTS.write_text(json.dumps({**made, "architectures": architectures(rows), "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
 from hf_trainweights.exports.refusals import require
@@ -168,7 +167,8 @@ def _open_directory(folder: Path) -> _Opened:
 def _text_model(config: PretrainedConfig) -> PretrainedConfig:
     """Return the configuration of the text model alone, which names its class if Transformers has one."""
     text = config.get_text_config()
-    text.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text.model_type, "none for a text alone")]
+    cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
+    text.architectures = ["none for the text alone" if cls is None else cls.__name__]
     text.dtype = text.dtype or config.dtype
     vars(text).pop("quantization_config", None)
     return text

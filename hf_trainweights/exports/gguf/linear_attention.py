@@ -24,8 +24,8 @@ def linear_attention_parts(name: str, config: PretrainedConfig, tiled: bool) -> 
     if not parameter:
         return {}
     if projection == "in_proj_qkvz":
-        parts = {"in_proj_qkv": partial(_of_kinds, config, (0, 1, 2)), "in_proj_z": partial(_of_kinds, config, (3,))}
-        return {f"{owner}{_MODULE}{part}.weight": take for part, take in parts.items()}
+        kinds = {"in_proj_qkv": (0, 1, 2), "in_proj_z": (3,)}
+        return {f"{owner}{_MODULE}{name}.weight": partial(_of_kinds, config, kinds[name]) for name in kinds}
     if not tiled:
         return {}
     if projection == "dt_bias":

@@ -57,7 +57,7 @@ def origins_of(
         for name, take in _float_names(source, architecture, config).items():
             # gguf knows some tensors by their names in older classes, or in the class without a head.
             names = (name, name.removeprefix("transformer."), name.replace(".block_sparse_moe.", ".mlp."))
-            targets = (name_map.get_name(each, try_suffixes=(".weight", ".bias", ".scale")) for each in names)
+            targets = (name_map.get_name(alias, try_suffixes=(".weight", ".bias", ".scale")) for alias in names)
             target = next(filter(None, targets), None)
             if target is None and architecture.merged_experts:
                 # Not all versions of gguf know the merged tensor of each architecture.
@@ -106,7 +106,7 @@ def _float_names(name: str, architecture: Architecture, config: PretrainedConfig
         return {name: itemgetter(slice(skipped_positions(architecture, config), None))}
     if projection == "kv_b_proj" and architecture.split_latent:
         parts = {"k_b_proj": partial(_latent_keys, config), "v_b_proj": partial(_latent_values, config)}
-        return {name.replace("kv_b_proj", part): take for part, take in parts.items()}
+        return {name.replace("kv_b_proj", projection): take for projection, take in parts.items()}
     if projection == "shared_expert_gate":
         return {name: itemgetter(0)}
     if architecture.interleaved and projection in ("q_proj", "k_proj"):

@@ -25,14 +25,14 @@ _NUMBERS = {
 
 def gemma4_settings(file: GgufFile, layers: int) -> dict[str, Any]:
     """Return the settings of a model with so many layers; CorruptFileError: one is missing or of another type."""
-    slides = [bool(each) for each in _by_layer(file, "attention.sliding_window_pattern", layers)]
+    slides = [bool(layer) for layer in _by_layer(file, "attention.sliding_window_pattern", layers)]
     heads = _by_layer(file, "attention.head_count_kv", layers)
     widths = _by_layer(file, "feed_forward_length", layers)
     full = next((layer for layer in range(layers) if not slides[layer]), 0)
     has_experts = "blk.0.ffn_gate_inp.weight" in file.tensors
     settings = {setting: _number(file, key) for key, setting in _NUMBERS.items()}
     return settings | {
-        "layer_types": ["sliding_attention" if each else "full_attention" for each in slides],
+        "layer_types": ["sliding_attention" if is_sliding else "full_attention" for is_sliding in slides],
         "num_key_value_heads": next((heads[layer] for layer in range(layers) if slides[layer]), heads[0]),
         "num_global_key_value_heads": heads[full],
         "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in file.tensors,
@@ -76,9 +76,9 @@ def _by_layer(file: GgufFile, key: str, layers: int) -> Sequence[int]:
     """Return a number for each layer; a file may have one number for all."""
     value: Any = file.metadata.get(f"{_NAME}.{key}")
     numbers = value.tolist() if hasattr(value, "tolist") else [value] * layers
-    if len(numbers) != layers or not layers or not all(isinstance(each, int) for each in numbers):
-        found = repr(value)[:100]
-        raise CorruptFileError(f"{file.path}: {_NAME}.{key}", f"an integer for each of {layers} layers", found, AGAIN)
+    if len(numbers) != layers or not layers or not all(isinstance(number, int) for number in numbers):
+        expected = f"an integer for each of {layers} layers"
+        raise CorruptFileError(f"{file.path}: {_NAME}.{key}", expected, repr(value)[:100], AGAIN)
     return numbers
 
 

@@ -56,6 +56,8 @@ LLAMA4 = {**HEADS, **ROPE, "intermediate_size": 256, "intermediate_size_mlp": 51
 LLAMA4 |= {"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2}
 OF_LLAMA4 = {"expert_count": 4, "expert_used_count": 1, "expert_feed_forward_length": 256, "feed_forward_length": 512}
 OF_LLAMA4 |= {"interleave_moe_layer_step": 2}
+MINISTRAL3: dict[str, Any] = {**HEADS, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+MINISTRAL3["rope_parameters"] |= {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16384}
 LFM2_MOE = {**TIED, **EXPERTS, "num_experts": 4, "num_dense_layers": 1, "num_hidden_layers": 3}
 LFM2_MOE |= {"layer_types": ["conv", "full_attention", "conv"]}
 OF_LFM2_MOE = {**OF_EXPERTS, "head_count_kv": [0, 2, 0], "shortconv_l_cache": 3, "leading_dense_block_count": 1}
@@ -125,6 +127,7 @@ SPECS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "deepseek_v2": ("DeepseekV2ForCausalLM", DEEPSEEK_V2, OF_DEEPSEEK_V2),
     "deepseek_v3": ("DeepseekV3ForCausalLM", LATENT, OF_LATENT),
     "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", LATENT, OF_LATENT),
+    "ministral3": ("Ministral3ForCausalLM", MINISTRAL3, {}),
     "llama4": ("Llama4ForCausalLM", LLAMA4, OF_LLAMA4),
 }
 
