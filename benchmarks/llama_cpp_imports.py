@@ -73,7 +73,9 @@ def main() -> None:
             rows.append(compare(name, Path(folder)))
         print(rows[-1], flush=True)
     made = {"commit": commit(), "cpu": cpu_name(), "llama_cpp_python": llama_cpp.__version__, **versions("gguf")}
-    RESULTS.write_text(json.dumps({**made, "architectures": architectures(rows), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    RESULTS.write_text(
+        json.dumps({**made, "architectures": architectures(rows), "rows": rows}, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

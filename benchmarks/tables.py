@@ -137,16 +137,19 @@ def gguf_architectures() -> str:
     rows = [
         [
             row["name"] if row["described"] else f"{row['name']} *",
-            ", ".join(re.sub(r"For(CausalLM|ConditionalGeneration)$|LMHeadModel$", "", name) for name in row["classes"]),
+            ", ".join(
+                re.sub(r"For(CausalLM|ConditionalGeneration)$|LMHeadModel$", "", name) for name in row["classes"]
+            ),
             "" if row["error"] is None else f"{row['error']:.1e}",
         ]
         for row in report["architectures"]
     ]
     header = ["architecture", "classes", "logits differ from llama.cpp's by"]
     caption = (
-        f"\\* with `config.json` or `base_model`. llama-cpp-python {report['llama_cpp_python']} on files of tiny random "
-        "models, unpacked to float32; a part of the norm. Where nothing is said, tests compare the weights "
-        "with those of Transformers' own reader or of the model that was written, or llama.cpp reads the export."
+        "\\* with `config.json` or `base_model`. "
+        f"llama-cpp-python {report['llama_cpp_python']} on files of tiny random models, unpacked to float32; a part of "
+        "the norm. Where nothing is said, tests compare the weights with those of Transformers' own reader or of the "
+        "model that was written, or llama.cpp reads the export."
     )
     return f"{table(header, rows)}\n\n{caption}"
 

@@ -47,7 +47,8 @@ _KEYS = ("quantization_config", "compression_config")
 _MLX_KEY = "quantization"
 # MLX leaves out the other parts of a model of several parts. The names of the text's tensors begin so.
 _MLX_TEXT = "language_model."
-# Older models of GPTQ, AWQ and ModelOpt have a file of their own for it, which may leave out this `quant_method`.
+# Older models of GPTQ, AWQ and ModelOpt describe it in a file of their own. If the file names no `quant_method`, the
+# method is the value here.
 _DESCRIPTIONS = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",

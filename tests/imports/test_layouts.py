@@ -200,7 +200,11 @@ PLAIN_INT32 = {**INT4, "_weight_qdata": torch.zeros(4, 16, dtype=torch.int32)}
             {**PLAIN_INT32, "_weight_zero_point": torch.zeros(4, 4)},
             r"^m\._weight_zero_point: expected int8, as for XPU, found torch.float32",
         ),
-        ("Int4Tensor", {**INT4, "_weight_scale": torch.ones(4, 8)}, r"^m\._weight_scale: expected .* of shape \(4, 4\)"),
+        (
+            "Int4Tensor",
+            {**INT4, "_weight_scale": torch.ones(4, 8)},
+            r"^m\._weight_scale: expected .* of shape \(4, 4\)",
+        ),
         ("Int4Tensor", PLAIN_INT32, r"^m\._weight_qdata: expected int8"),
     ],
 )

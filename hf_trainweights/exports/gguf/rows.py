@@ -1,4 +1,8 @@
-"""The tensors of a GGUF file beside those of the model: their names, and which rows of the model each one holds."""
+"""The tensors of a GGUF file compared with those of the model: their names, and which rows of the model each one holds.
+
+Some models of Transformers hold rows in another order than llama.cpp, or several tensors of a file in one. A quantized
+weight keeps its codes if full rows are moved: so each tensor of a file is full rows of one tensor of the model.
+"""
 
 from __future__ import annotations
 
@@ -51,19 +55,12 @@ def origins_of(
         if source.startswith(architecture.unused):
             continue
         transposed = source.endswith(architecture.transposed)
-        is_norm = source.endswith("norm.weight") and not source.endswith("linear_attn.norm.weight")
-        offset = architecture.norm_offset if is_norm else 0.0
+        # Gemma, Nemotron and Qwen3-Next multiply by 1 + weight, llama.cpp by the number in the file.
+        is_shifted = source.endswith("norm.weight") and not source.endswith("linear_attn.norm.weight")
+        offset = architecture.norm_offset if is_shifted else 0.0
         columns = column_order(source, config, architecture.tiled)
         for name, take in _float_names(source, architecture, config).items():
-            # gguf knows some tensors by their names in older classes, or in the class without a head.
-            names = (name, name.removeprefix("transformer."), name.replace(".block_sparse_moe.", ".mlp."))
-            targets = (name_map.get_name(alias, try_suffixes=(".weight", ".bias", ".scale")) for alias in names)
-            target = next(filter(None, targets), None)
-            if target is None and architecture.merged_experts:
-                # Not all versions of gguf know the merged tensor of each architecture.
-                gate = name.replace("gate_up_proj", "gate_proj")
-                alone = name_map.get_name(gate, try_suffixes=(".weight", ".bias"))
-                target = None if alone is None else alone.replace("ffn_gate_exps", "ffn_gate_up_exps")
+            target = _name_in_file(name, name_map, architecture)
             if target is None:
                 unknown.append(source)
             else:
@@ -71,12 +68,30 @@ def origins_of(
     return origins, unknown
 
 
+def _name_in_file(name: str, name_map: gguf.TensorNameMap, architecture: Architecture) -> str | None:
+    """Return the name in a file of a tensor that gguf knows by `name`, or None if the architecture has none."""
+    # gguf knows some tensors by their names in older classes, or in the class without a head.
+    for alias in (name, name.removeprefix("transformer."), name.replace(".block_sparse_moe.", ".mlp.")):
+        if target := name_map.get_name(alias, try_suffixes=(".weight", ".bias", ".scale")):
+            return target
+    if architecture.merged_experts and "gate_up_proj" in name:
+        # Not all versions of gguf know the merged tensor of each architecture.
+        alone = name_map.get_name(name.replace("gate_up_proj", "gate_proj"), try_suffixes=(".weight", ".bias"))
+        return None if alone is None else alone.replace("ffn_gate_exps", "ffn_gate_up_exps")
+    return None
+
+
 def _float_names(name: str, architecture: Architecture, config: PretrainedConfig) -> dict[str, Take]:
-    """Return the names in a float checkpoint by which gguf knows a tensor of a model, and the rows of each."""
+    """Return the names by which gguf knows a tensor of a model, and the rows that each of them has.
+
+    gguf's table has the names of the float checkpoints that people publish. Transformers renames and merges tensors
+    when it loads one, for example those of experts, so the model's names differ from these.
+    """
     owner, _, parameter = name.rpartition(".")
     kind = "bias" if parameter.endswith("_bias") else "weight"
     if parts := linear_attention_parts(name, config, architecture.tiled):
         return parts
+    # The experts of a layer: Transformers merges gate and up, most files have them apart.
     if parameter.startswith("gate_up_proj") and architecture.merged_experts:
         return {f"{owner}.gate_up_proj.{kind}": _gate_then_up if architecture.alternating else all_rows}
     if parameter.startswith("gate_up_proj"):
@@ -84,35 +99,51 @@ def _float_names(name: str, architecture: Architecture, config: PretrainedConfig
         return {f"{owner}.gate_proj.{kind}": partial(part, 0), f"{owner}.up_proj.{kind}": partial(part, 1)}
     if parameter.startswith("down_proj"):
         return {f"{owner}.down_proj.{kind}": all_rows}
+    # LFM2's and Mamba's convolution of each channel by itself, `[channels, 1, width]`; in a file `[channels, width]`.
+    if name.endswith((".conv.conv.weight", ".conv1d.weight")):
+        return {name: _without_second_dimension}
+    if owner.endswith(".kv_b_proj") and architecture.split_latent:
+        parts = {"k_b_proj": partial(_latent_keys, config), "v_b_proj": partial(_latent_values, config)}
+        return {name.replace("kv_b_proj", projection): take for projection, take in parts.items()}
+    return _renamed(owner, parameter) or {name: _rows_of_projection(owner.rpartition(".")[2], architecture, config)}
+
+
+def _renamed(owner: str, parameter: str) -> dict[str, Take]:
+    """Return the name and rows of a tensor that is no weight or bias of a module of its own, else nothing."""
+    # The bias of a router: DeepSeek's, Ernie's `[1, experts]`, LFM2's.
     if parameter == "e_score_correction_bias":
         router = owner if owner.endswith(".gate") else f"{owner.removesuffix('.gate.moe_statics')}.gate"
         return {f"{router}.e_score_correction.bias": itemgetter(0) if owner.endswith("moe_statics") else all_rows}
     if parameter == "expert_bias":
-        return {f"{name}.bias": all_rows}
+        return {f"{owner}.{parameter}.bias": all_rows}
+    # The step of a state: Qwen's.
     if parameter == "dt_bias":
         return {f"{owner}.dt_proj.bias": all_rows}
-    if name.endswith((".conv.conv.weight", ".conv1d.weight")):
-        return {name: _without_second_dimension}
+    # GPT-OSS's extra score of each head, and Gemma 4's factor of a layer.
     if parameter in ("sinks", "layer_scalar"):
-        return {f"{name}.weight": all_rows}
-    if name.endswith("router.scale"):
+        return {f"{owner}.{parameter}.weight": all_rows}
+    # Gemma 4's factors of the router's inputs and of each expert's output.
+    if parameter == "scale" and owner.endswith(".router"):
         return {f"{owner}.proj.scale": all_rows}
     if parameter == "per_expert_scale":
         return {f"{owner.removesuffix('router')}experts.down_proj.scale": all_rows}
-    projection = owner.rpartition(".")[2]
+    return {}
+
+
+def _rows_of_projection(projection: str, architecture: Architecture, config: PretrainedConfig) -> Take:
+    """Return the function that takes the rows of a weight or bias, by the last part of its module's name."""
+    # The fused projection of Falcon, Bloom and GPT-NeoX.
     if projection == "query_key_value":
-        return {name: partial(_by_kind, key_value_heads(config), config.num_attention_heads)}
+        return partial(_by_kind, key_value_heads(config), config.num_attention_heads)
+    # RoBERTa never uses the first positions, which a file leaves out.
     if projection == "position_embeddings":
-        return {name: itemgetter(slice(skipped_positions(architecture, config), None))}
-    if projection == "kv_b_proj" and architecture.split_latent:
-        parts = {"k_b_proj": partial(_latent_keys, config), "v_b_proj": partial(_latent_values, config)}
-        return {name.replace("kv_b_proj", projection): take for projection, take in parts.items()}
+        return itemgetter(slice(skipped_positions(architecture, config), None))
+    # Qwen2-MoE's weight `[1, K]`; in a file `[K]`.
     if projection == "shared_expert_gate":
-        return {name: itemgetter(0)}
+        return itemgetter(0)
     if architecture.interleaved and projection in ("q_proj", "k_proj"):
-        heads = config.num_attention_heads if projection == "q_proj" else key_value_heads(config)
-        return {name: partial(_interleave, heads)}
-    return {name: all_rows}
+        return partial(_interleave, config.num_attention_heads if projection == "q_proj" else key_value_heads(config))
+    return all_rows
 
 
 def all_rows(tensor: Tensor) -> Tensor:
@@ -130,6 +161,7 @@ def _latent_values(config: PretrainedConfig, tensor: Tensor) -> Tensor:
 
 
 def _half(number: int, tensor: Tensor) -> Tensor:
+    """Return the first or second half of each expert's rows; the first dimension counts experts."""
     return tensor.chunk(2, dim=1)[number]
 
 
@@ -138,6 +170,7 @@ def _without_second_dimension(tensor: Tensor) -> Tensor:
 
 
 def _every_second(number: int, tensor: Tensor) -> Tensor:
+    """Return every second of each expert's rows, from row `number` on."""
     return tensor[:, number::2]
 
 

@@ -44,9 +44,11 @@ def find_gguf(source: str | os.PathLike[str], pattern: str | None) -> Path | Non
     if name is None:
         return None
     folder = PurePosixPath(name).parent
+    # The files beside the weights, such as the tokenizer's: those in the top folder of the repository, but no weights.
     snapshot_download(str(source), ignore_patterns=[*_WEIGHTS, "*/*"])
     files = [glob.escape(file) for file in _same_model(name, names)]
-    # Files beside the weights are looked for in the folder of the weights.
+    # Then the weights. Both downloads go into the same snapshot, and the file keeps its folder there: the caller looks
+    # for files beside the weights in that folder.
     return Path(snapshot_download(str(source), allow_patterns=files)) / folder / PurePosixPath(name).name
 
 
@@ -77,7 +79,9 @@ def _choose(source: str, names: Iterable[str], pattern: str | None) -> str | Non
     listed = ", ".join(sorted(selected or models)[:_SHOWN]) or "none"
     expected = "one GGUF file" if pattern is None else f"one GGUF file that {pattern!r} selects"
     selection = f"{len(selected)}: {listed}" if selected else f"none among {listed}"
-    raise ConfigError(source, expected, selection, 'Name one, or a pattern of its name: file="*Q4_K_M*", or --file "*Q4_K_M*".')
+    raise ConfigError(
+        source, expected, selection, 'Name one, or a pattern of its name: file="*Q4_K_M*", or --file "*Q4_K_M*".'
+    )
 
 
 def _is_first(name: str) -> bool:
