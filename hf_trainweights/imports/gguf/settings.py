@@ -155,6 +155,8 @@ class _Settings:
             # In T5 the first layer alone has a bias for distances, in UMT5 each has one.
             is_umt5 = "enc.blk.1.attn_rel_b.weight" in self._file.tensors
             names = [name for name in names if name.startswith("UMT5") == is_umt5]
+        elif self._file.metadata.get("mamba.ssm.dt_b_c_rms") is True:
+            names = []  # Falcon Mamba, whose norms add another number in llama.cpp than in Transformers
         if not names or not READABLE[names[0]].described:
             known = ", ".join(dict.fromkeys(entry.name for entry in READABLE.values() if entry.described))
             raise UnsupportedError(str(self._file.path), f"an architecture of {known}", repr(self._name), GIVE_BASE)
@@ -224,8 +226,11 @@ class _Settings:
         tensors = self._file.tensors
         settings["tie_word_embeddings"] = "output.weight" not in tensors
         if self._architecture.skips_positions:
-            skipped = (settings["pad_token_id"] or 0) + 1
-            settings["max_position_embeddings"] = tensors["position_embd.weight"].shape[0] + skipped
+            if settings["pad_token_id"] is None:
+                settings["pad_token_id"] = self._default.pad_token_id
+            skipped = settings["pad_token_id"] + 1
+            positions = tensors.get("position_embd.weight")
+            settings["max_position_embeddings"] = skipped + (0 if positions is None else positions.shape[0])
         if self._architecture.slides:
             self._set(settings, ("sliding_window",), self._number("attention.sliding_window"))
             pattern: Any = self._file.metadata.get(f"{self._name}.attention.sliding_window_pattern")

@@ -254,6 +254,7 @@ def _tensors(model: PreTrainedModel, name: str) -> dict[str, torch.Tensor]:
         parts = {stem: values[:, 0] if "conv.conv" in key or "conv1d.weight" in key else values}
         if key.endswith("A_log"):
             parts = {stem: -values.exp()}
+            values.copy_(torch.from_numpy(np.log(values.exp().numpy())))  # as a reader gets it back
         if key.endswith("gate_up_proj") and "gemma4" in name:
             parts = {f"{key}.weight": values}
         elif key.endswith("gate_up_proj"):

@@ -335,6 +335,12 @@ def test_an_unknown_architecture_is_refused_with_those_that_are_known(source: Pa
         import_directory(source, out)
 
 
+def test_a_mamba_with_norms_of_its_steps_is_refused(source: Path, out: Path) -> None:
+    write_gguf(source / "model.gguf", "mamba", metadata={"ssm_dt_b_c_rms": True})
+    with pytest.raises(UnsupportedError, match=r"expected an architecture of llama, .*, found 'mamba'"):
+        import_directory(source, out)
+
+
 @pytest.mark.parametrize(
     ("extra", "error", "match"),
     [
