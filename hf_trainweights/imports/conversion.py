@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
 from hf_trainweights.files.digests import CONFIG_NAME
@@ -115,6 +115,20 @@ def _readers(path: Path) -> tuple[dict[str, Callable[[str], Tensor]], dict[str, 
             entry = f"{name!r} to a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device.type}"
             raise CorruptFileError(str(path), "names to plain tensors with values", entry, AGAIN)
     return dict.fromkeys(tensors, tensors.__getitem__), {}
+
+
+def text_alone(config: PretrainedConfig) -> PretrainedConfig | None:
+    """Return the configuration of a model's text part, which names its class; None if Transformers has no such class.
+
+    That of a model without other parts is the configuration itself.
+    """
+    text = config.get_text_config()
+    cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
+    if cls is None:
+        return None
+    text.architectures, text.dtype = [cls.__name__], text.dtype or config.dtype
+    vars(text).pop("quantization_config", None)
+    return text
 
 
 class Skeleton:

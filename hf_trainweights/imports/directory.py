@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
 from hf_trainweights.exports.refusals import require
 from hf_trainweights.files.digests import CONFIG_NAME
 from hf_trainweights.files.reading import read_json_object
 from hf_trainweights.formats.base import Format
-from hf_trainweights.imports.conversion import Skeleton, Source, convert
+from hf_trainweights.imports.conversion import Skeleton, Source, convert, text_alone
 from hf_trainweights.imports.gguf.sources import find_gguf
 from hf_trainweights.imports.layouts import layout_of
 from hf_trainweights.imports.layouts.base import AGAIN
@@ -147,7 +147,7 @@ def _open_directory(folder: Path) -> _Opened:
     if described.get("quant_method") == "mlx" and all(name.startswith(_MLX_TEXT) for name in files.names):
         files.drop_prefix(_MLX_TEXT)
         described = {key.removeprefix(_MLX_TEXT): value for key, value in described.items()}
-        saved = _text_model(saved)
+        saved = text_alone(saved) or saved
         config = json.loads(saved.to_json_string(use_diff=False))
     name, cls = saved_class(saved)
     if cls is None:
@@ -163,16 +163,6 @@ def _open_directory(folder: Path) -> _Opened:
         return config, convert(files, layout, skeleton, target).most_common(1)[0][0]
 
     return _Opened(folder, write, partial(copy_companions, folder))
-
-
-def _text_model(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration of the text model alone, which names its class if Transformers has one."""
-    text = config.get_text_config()
-    cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
-    text.architectures = ["none for the text alone" if cls is None else cls.__name__]
-    text.dtype = text.dtype or config.dtype
-    vars(text).pop("quantization_config", None)
-    return text
 
 
 def _open_gguf(file: Path, base: Path | None) -> _Opened:

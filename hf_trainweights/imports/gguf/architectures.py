@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gguf
+import transformers
 
 from hf_trainweights.exports.gguf.architectures import ARCHITECTURES, Architecture
 
 _LATENT = Architecture(gguf.MODEL_ARCH.DEEPSEEK2, described=False)
 
 # llama.cpp computes these as Transformers does. Nobody has compared an export of them with llama.cpp yet.
-READABLE = ARCHITECTURES | {
+_READABLE = ARCHITECTURES | {
     "GptOssForCausalLM": Architecture(
         gguf.MODEL_ARCH.GPT_OSS, slides=True, alternating=True, ropes=("default", "linear", "yarn")
     ),
@@ -54,4 +55,6 @@ READABLE = ARCHITECTURES | {
     "Ministral3ForCausalLM": Architecture(gguf.MODEL_ARCH.MISTRAL3, interleaved=True, described=False),
     "NemotronForCausalLM": Architecture(gguf.MODEL_ARCH.NEMOTRON, partly_rotary=True, norm_offset=1.0),
 }
-"""The architectures by the class of the model."""
+
+READABLE = {name: _READABLE[name] for name in sorted(_READABLE.keys() & dir(transformers), key=list(_READABLE).index)}
+"""The architectures by the class of the model, but for classes that this version of Transformers lacks."""

@@ -21,7 +21,7 @@ from hf_trainweights.exports.gguf.architectures import Architecture
 from hf_trainweights.files.digests import CONFIG_NAME
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats.base import Format
-from hf_trainweights.imports.conversion import Skeleton, write_tensors
+from hf_trainweights.imports.conversion import Skeleton, text_alone, write_tensors
 from hf_trainweights.imports.gguf.architectures import READABLE
 from hf_trainweights.imports.gguf.file import GgufFile
 from hf_trainweights.imports.gguf.places import LATENT_KEYS, Slot, places_of
@@ -144,12 +144,9 @@ def _saved_config(folder: Path, file: GgufFile) -> PretrainedConfig | None:
 
 def _of_text(config: PretrainedConfig) -> PretrainedConfig:
     """Return the configuration of the text model in a model of several parts, if that is known; a file has only it."""
-    text = config.get_text_config()
-    names = [name for name in READABLE if text is not config and getattr(transformers, name).config_class is type(text)]
-    if not names:
-        return config
-    text.architectures, text.dtype = names[:1], text.dtype or config.dtype
-    return text
+    text = text_alone(config)
+    is_readable = text is not None and text is not config and (text.architectures or [""])[0] in READABLE
+    return text if text is not None and is_readable else config
 
 
 def _class_of(config: PretrainedConfig, file: GgufFile) -> tuple[type[PreTrainedModel], Architecture]:
