@@ -56,5 +56,6 @@ _READABLE = ARCHITECTURES | {
     "NemotronForCausalLM": Architecture(gguf.MODEL_ARCH.NEMOTRON, partly_rotary=True, norm_offset=1.0),
 }
 
-READABLE = {name: _READABLE[name] for name in sorted(_READABLE.keys() & dir(transformers), key=list(_READABLE).index)}
+_IN_TRANSFORMERS = frozenset(dir(transformers))
+READABLE = {name: entry for name, entry in _READABLE.items() if name in _IN_TRANSFORMERS}
 """The architectures by the class of the model, but for classes that this version of Transformers lacks."""

@@ -144,9 +144,8 @@ def _saved_config(folder: Path, file: GgufFile) -> PretrainedConfig | None:
 
 def _of_text(config: PretrainedConfig) -> PretrainedConfig:
     """Return the configuration of the text model in a model of several parts, if that is known; a file has only it."""
-    text = text_alone(config)
-    is_readable = text is not None and text is not config and (text.architectures or [""])[0] in READABLE
-    return text if text is not None and is_readable else config
+    text = None if config.get_text_config() is config else text_alone(config)
+    return config if text is None or not READABLE.keys() & (text.architectures or ()) else text
 
 
 def _class_of(config: PretrainedConfig, file: GgufFile) -> tuple[type[PreTrainedModel], Architecture]:

@@ -75,7 +75,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 # Methods of the writer that the others do not call, by the beginning of the name or the name.
 _PECULIAR: dict[str, dict[str, Any]] = {
-    "nemotron": {"rope_dimension_count": 32, "layer_norm_eps": 1e-5},
+    "nemotron": {"rope_dimension_count": 32, "layer_norm_eps": 1e-5, "layer_norm_rms_eps": 1e-5},
     "minimax_m2": {"rope_dimension_count": 32, "expert_count": 4, "expert_used_count": 2}
     | {"expert_feed_forward_length": 512, "expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID},
     "lfm2": {"head_count_kv": [0, 2], "shortconv_l_cache": 3},
