@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import commit, cpu_name, versions
+from hf_trainweights.exports.gguf.rows import Origin, all_rows
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.imports.gguf.blocks import ALTERNATIVES
@@ -61,7 +62,7 @@ def measure(kind: str) -> dict[str, Any]:
 
 def _place(kind: str, data: Tensor) -> Place:
     tensor = GgufTensor(next(each for each in KINDS.values() if each.name == kind), SHAPE, data)
-    return Place("weight", tensor, torch.arange(SHAPE[0]), 0.0, torch.ones(SHAPE[0]))
+    return Place("weight", tensor, torch.arange(SHAPE[0]), Origin("weight", all_rows), torch.ones(SHAPE[0]))
 
 
 def _by_gguf(kind: str, data: np.ndarray) -> np.ndarray:

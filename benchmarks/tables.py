@@ -116,6 +116,29 @@ def gguf_import() -> str:
     return f"{listed(report['rows'], columns)}\n\n{caption}"
 
 
+def gguf_architectures() -> str:
+    """Return the architectures whose GGUF files are read."""
+    report = read("llama_cpp_imports")
+    rows = [
+        [
+            row["name"] if row["described"] else f"{row['name']} *",
+            ", ".join(
+                re.sub(r"For(CausalLM|ConditionalGeneration)$|LMHeadModel$", "", name) for name in row["classes"]
+            ),
+            "" if row["error"] is None else f"{row['error']:.1e}",
+        ]
+        for row in report["architectures"]
+    ]
+    header = ["architecture", "classes", "logits differ from llama.cpp's by"]
+    caption = (
+        "\\* with `config.json` or `base_model`. "
+        f"llama-cpp-python {report['llama_cpp_python']} on files of tiny random models, unpacked to float32; a part of "
+        "the norm. Where nothing is said, tests compare the weights with those of Transformers' own reader or of the "
+        "model that was written, or llama.cpp reads the export."
+    )
+    return f"{table(header, rows)}\n\n{caption}"
+
+
 def demo() -> str:
     """Return what the demo measured."""
     report = read("demo")
@@ -900,6 +923,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "embeddings": embeddings,
     "host-time": host_time,
     "gguf_import": gguf_import,
+    "gguf_architectures": gguf_architectures,
     "calibration": calibration,
     "gpu-instructions": gpu_instructions,
     "cuda-products": cuda_products,

@@ -27,8 +27,8 @@ def import_model(
 ) -> None:
     """Write a model that another program quantized in this package's layout, codes and scales as they are.
 
-    Reads GGUF files, compressed-tensors, GPTQ, AWQ, bitsandbytes int8, torchao and Transformers' float8. What cannot be
-    held exactly is refused by name, and nothing is written.
+    Reads GGUF files, compressed-tensors, GPTQ, AWQ, AutoRound, bitsandbytes, MLX, HQQ, ModelOpt, Quanto, torchao, and
+    Transformers' MXFP4 and float8. What cannot be held exactly is refused by name, and nothing is written.
     """
     from hf_trainweights import import_directory
 

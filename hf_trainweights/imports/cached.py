@@ -16,7 +16,7 @@ from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.atomic import make_directories, save_errors
 from hf_trainweights.files.disk import lock_directory
 from hf_trainweights.files.staging import remove_abandoned
-from hf_trainweights.imports.directory import import_directory, local_source
+from hf_trainweights.imports.directory import import_local, local_source
 
 _CACHE_NAME, _MODEL_NAME = "trainweights", "model"
 _OTHER_GGUF = ".gguf"
@@ -75,7 +75,7 @@ def from_quantized(
         with lock_directory(slot, wait=True):
             if not converted.exists():
                 remove_abandoned(slot)
-                import_directory(local, converted, base_model=base)
+                import_local(local, converted, base)
     return auto_class.from_pretrained(converted, **kwargs)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
 from hf_trainweights.files.digests import CONFIG_NAME
@@ -68,6 +68,11 @@ class Source:
         with torch.device("cpu"):  # else safetensors creates the tensor on the default device
             return self._readers[name](name)
 
+    def drop_prefix(self, prefix: str) -> None:
+        """Read each tensor whose name begins with a prefix by its name without that."""
+        for name in [name for name in self._readers if name.startswith(prefix)]:
+            self._readers[name.removeprefix(prefix)] = functools.partial(_named, self._readers.pop(name), name)
+
     def modules(self, layout: Layout) -> dict[str, dict[str, str]]:
         """Return the names of the tensors of each module, by the leaves into which `layout` splits names."""
         modules: dict[str, dict[str, str]] = defaultdict(dict)
@@ -88,6 +93,10 @@ class Source:
                     self._readers[expert_name] = functools.partial(_slice_of, read, name, expert)
 
 
+def _named(read: Callable[[str], Tensor], name: str, _: str) -> Tensor:
+    return read(name)
+
+
 def _slice_of(read: Callable[[str], Tensor], name: str, index: int, _: str) -> Tensor:
     return read(name)[index]
 
@@ -106,6 +115,20 @@ def _readers(path: Path) -> tuple[dict[str, Callable[[str], Tensor]], dict[str, 
             entry = f"{name!r} to a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device.type}"
             raise CorruptFileError(str(path), "names to plain tensors with values", entry, AGAIN)
     return dict.fromkeys(tensors, tensors.__getitem__), {}
+
+
+def text_alone(config: PretrainedConfig) -> PretrainedConfig | None:
+    """Return the configuration of a model's text part, which names its class; None if Transformers has no such class.
+
+    That of a model without other parts is the configuration itself.
+    """
+    text = config.get_text_config()
+    cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
+    if cls is None:
+        return None
+    text.architectures, text.dtype = [cls.__name__], text.dtype or config.dtype
+    vars(text).pop("quantization_config", None)
+    return text
 
 
 class Skeleton:

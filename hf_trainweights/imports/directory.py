@@ -23,7 +23,7 @@ from hf_trainweights.exports.refusals import require
 from hf_trainweights.files.digests import CONFIG_NAME
 from hf_trainweights.files.reading import read_json_object
 from hf_trainweights.formats.base import Format
-from hf_trainweights.imports.conversion import Skeleton, Source, convert
+from hf_trainweights.imports.conversion import Skeleton, Source, convert, text_alone
 from hf_trainweights.imports.gguf.sources import find_gguf
 from hf_trainweights.imports.layouts import layout_of
 from hf_trainweights.imports.layouts.base import AGAIN
@@ -45,6 +45,8 @@ from hf_trainweights.models.saving.new_directories import copy_companions, new_d
 _KEYS = ("quantization_config", "compression_config")
 # MLX's key, whose description has no `quant_method`.
 _MLX_KEY = "quantization"
+# MLX leaves out the other parts of a model of several parts. The names of the text's tensors begin so.
+_MLX_TEXT = "language_model."
 # Older models of GPTQ, AWQ and ModelOpt describe it in a file of their own. If the file names no `quant_method`, the
 # method is the value here.
 _DESCRIPTIONS = {
@@ -92,13 +94,15 @@ def import_directory(
         >>> import_directory("models/llama-gptq", "models/llama-int4")  # doctest: +SKIP
         >>> import_directory("models/llama-gguf", "models/llama", file="*Q4_K_M*")  # doctest: +SKIP
     """
-    out = Path(out)
-    require_vacant_directory(out)
+    require_vacant_directory(Path(out))
     local = local_source(source, file)
-    if local.is_dir():
-        opened = _open_directory(local)
-    else:
-        opened = _open_gguf(local, None if base_model is None else local_source(base_model, None))
+    base = None if base_model is None or local.is_dir() else local_source(base_model, None)
+    return import_local(local, Path(out), base)
+
+
+def import_local(local: Path, out: Path, base: Path | None) -> Summary:
+    """Import as `import_directory` does, from a source and a base model that `local_source` has found."""
+    opened = _open_directory(local) if local.is_dir() else _open_gguf(local, base)
     with new_directory(out) as temporary:
         converted = temporary.with_name(f"{temporary.name}.converted")
         converted.mkdir()
@@ -140,6 +144,11 @@ def _open_directory(folder: Path) -> _Opened:
     files = Source(folder)
     check_config(config, len(files.names), files.size_bytes, str(folder / CONFIG_NAME))
     saved = read_config(folder)
+    if described.get("quant_method") == "mlx" and all(name.startswith(_MLX_TEXT) for name in files.names):
+        files.drop_prefix(_MLX_TEXT)
+        described = {key.removeprefix(_MLX_TEXT): value for key, value in described.items()}
+        saved = text_alone(saved) or saved
+        config = json.loads(saved.to_json_string(use_diff=False))
     name, cls = saved_class(saved)
     if cls is None:
         expected, next_step = "a class of Transformers in config.json's architectures", "Other models are not read."

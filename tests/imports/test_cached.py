@@ -31,13 +31,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Return the list of sources that are converted."""
     converted: list[Path] = []
-    original = cached.import_directory
+    original = cached.import_local
 
     def counted(source: Path, *args: object, **kwargs: object) -> object:
         converted.append(source)
         return original(source, *args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(cached, "import_directory", counted)
+    monkeypatch.setattr(cached, "import_local", counted)
     return converted
 
 

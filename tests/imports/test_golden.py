@@ -1,4 +1,4 @@
-"""What the peers' own packages wrote is read, bit for bit. `golden/write.py` and `write_by_hand.py` say how."""
+"""What the peers' own packages wrote is read, bit for bit. The scripts in `golden` say how."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ FORMATS = {
     "torchao-float8": {"float8_e4m3"},
     "torchao-int3": {"affine3 g32 none"},
     "torchao-int4": {"int4 g32"},
+    "torchao-int4-plain": {"affine4 g32"},
+    "torchao-int4-symmetric": {"int4 g32"},
     "torchao-int8": {"int8"},
     "torchao-int8-activations": {"int8"},
     "torchao-int8-groups": {"int8 g32"},

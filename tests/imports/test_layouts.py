@@ -179,3 +179,37 @@ def test_the_version_of_gptq_may_be_called_format() -> None:
 @pytest.mark.parametrize("dynamic", [None, {r"-:.*o_proj": {}}, {r".*o_proj": {"bits": 4, "damp_percent": 0.1}}])
 def test_rules_that_change_neither_bits_nor_groups_are_read(dynamic: object) -> None:
     layout_of({**gptq().config, "dynamic": dynamic}, METADATA, SHAPES)
+
+
+INT4 = {
+    "_weight_qdata": torch.zeros(4, 64, dtype=torch.int8),
+    "_weight_scale": torch.ones(4, 4),
+    "_weight_zero_point": torch.ones(4, 4),
+}
+PLAIN_INT32 = {**INT4, "_weight_qdata": torch.zeros(4, 16, dtype=torch.int32)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensors", "message"),
+    [
+        ("Int4TilePackedTo4dTensor", INT4, r"^m\.weight: expected .*Int4PlainInt32Tensor of torchao, found a Int4Tile"),
+        ("Int4Tensor", INT4, r"^m\._weight_zero_point: expected integers, or zeros, found floats to add"),
+        ("Int4PlainInt32Tensor", PLAIN_INT32, r"^m\._weight_zero_point: expected integers, or zeros, found floats"),
+        (
+            "Int4PlainInt32Tensor",
+            {**PLAIN_INT32, "_weight_zero_point": torch.zeros(4, 4)},
+            r"^m\._weight_zero_point: expected int8, as for XPU, found torch.float32",
+        ),
+        (
+            "Int4Tensor",
+            {**INT4, "_weight_scale": torch.ones(4, 8)},
+            r"^m\._weight_scale: expected .* of shape \(4, 4\)",
+        ),
+        ("Int4Tensor", PLAIN_INT32, r"^m\._weight_qdata: expected int8"),
+    ],
+)
+def test_packed_weights_of_torchao_that_no_format_holds_are_refused(kind: str, tensors: Tensors, message: str) -> None:
+    described = {"_type": kind, "_data": {"block_size": [1, 32]}, "_tensor_data_names": ["qdata", "scale"]}
+    layout = layout_of({"quant_method": "torchao"}, {"m.weight": json.dumps(described)}, SHAPES)
+    with pytest.raises((UnsupportedError, CorruptFileError), match=message):
+        layout.read("m", tensors)

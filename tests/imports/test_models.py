@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from architectures import ARCHITECTURES
 from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
 from covering import exhaustive
@@ -18,7 +19,7 @@ from imports.writers import Layout, Tensors, awq, by_activations, float8, gptq, 
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_trainweights import QuantizedTensor, import_directory
 from hf_trainweights.errors import UnsupportedError
@@ -251,14 +252,13 @@ def test_embeddings_that_mlx_quantizes_stay_quantized(architecture: str, tmp_pat
     assert_stands_for(tmp_path / "out", expected)
 
 
-def test_models_whose_norms_mlx_changes_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"model_type: expected a model whose float weights .* qwen3_5"):
-        layout_of({**mlx().config, "model_type": "qwen3_5"}, {}, {})
-    layout = layout_of({**mlx().config, "model_type": "qwen3_next"}, {}, {})
+def test_norms_that_mlx_changes_beyond_repair_are_refused() -> None:
+    layout = layout_of({**mlx().config, "model_type": "qwen3_5"}, {}, {})
     with pytest.raises(UnsupportedError, match=r"model\.norm\.weight: expected a norm from which 1 can be subtracted"):
         layout.float_tensor("model.norm.weight", torch.tensor([1.0, 0.001], dtype=torch.bfloat16))
 
 
+MOE_SETTINGS = ("moe_intermediate_size", "shared_expert_intermediate_size", "num_experts", "num_experts_per_tok")
 QWEN3_NEXT: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 64,
@@ -281,21 +281,38 @@ QWEN3_NEXT: dict[str, Any] = {
 }
 
 
+QWEN3_5 = {name: value for name, value in QWEN3_NEXT.items() if name not in MOE_SETTINGS}
+QWEN3_5_MOE = {name: value for name, value in QWEN3_NEXT.items() if name != "intermediate_size"}
+
+
 @pytest.mark.slow
-def test_norms_and_convolutions_that_mlx_changes_are_changed_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("class_name", "settings"),
+    [
+        ("Qwen3NextForCausalLM", QWEN3_NEXT),
+        ("Qwen3_5ForCausalLM", QWEN3_5),
+        ("Qwen3_5MoeForCausalLM", QWEN3_5_MOE),
+    ],
+)
+def test_norms_and_convolutions_that_mlx_changes_are_changed_back(
+    class_name: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
     source, layout, expected = tmp_path / "source", mlx(4, 32), {}
-    model = Qwen3NextForCausalLM(Qwen3NextConfig(**QWEN3_NEXT)).to(torch.bfloat16)
+    model_class = getattr(transformers, class_name)
+    model = model_class(model_class.config_class(**settings)).to(torch.bfloat16)
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.data.normal_(-0.3, 0.2, generator=torch.Generator().manual_seed(len(name)))
     model.save_pretrained(source)
+    # mlx-lm calls the text model of Qwen3.5 so, which has other parts too.
+    prefix = "" if class_name == "Qwen3NextForCausalLM" else "language_model."
 
     def convert(tensors: Tensors) -> Tensors:
         converted = {}
-        for name, tensor in tensors.items():
+        for name, tensor in one_by_one(tensors).items():
             module = name.rpartition(".")[0]
             expected[name] = tensor
-            if module.endswith(("_proj", "in_proj_qkvz", "in_proj_ba")):
+            if module.endswith(("_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z")):
                 parts, expected[name] = layout.write(tensor)
                 converted |= {f"{module}.{part}": stored for part, stored in parts.items()}
             elif module.endswith(("layernorm", "q_norm", "k_norm", "model.norm")):
@@ -303,11 +320,33 @@ def test_norms_and_convolutions_that_mlx_changes_are_changed_back(tmp_path: Path
                 expected[name] = (converted[name].float() - 1).to(tensor.dtype)
             else:
                 converted[name] = tensor.movedim(2, 1) if module.endswith("conv1d") else tensor
-        return stacked(converted, "mlp", {})
+        return {f"{prefix}{name}": tensor for name, tensor in stacked(converted, "mlp", {}).items()}
 
     change(source, convert, {"quantization": {key: layout.config[key] for key in ("bits", "group_size")}})
+    if prefix:
+        config = json.loads((source / "config.json").read_text())
+        text = {key: config.pop(key) for key in list(config) if key not in ("quantization", "architectures")}
+        whole = {"model_type": text["model_type"].removesuffix("_text"), "text_config": text}
+        (source / "config.json").write_text(json.dumps({**config, **whole}))
     import_directory(source, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [class_name]
     assert_stands_for(tmp_path / "out", expected)
+
+
+def one_by_one(tensors: Tensors) -> Tensors:
+    """Return tensors with those of merged experts replaced by one for each expert, as older checkpoints have them."""
+    split = {}
+    for name, tensor in tensors.items():
+        owner, _, leaf = name.rpartition(".")
+        parts = {leaf: tensor}
+        if leaf == "gate_up_proj":
+            parts = dict(zip(("gate_proj", "up_proj"), tensor.chunk(2, dim=1), strict=True))
+        if owner.endswith(".experts"):
+            each = {f"{owner}.{n}.{part}.weight": rows for part, e in parts.items() for n, rows in enumerate(e)}
+            split |= {key: rows.contiguous() for key, rows in each.items()}
+        else:
+            split[name] = tensor
+    return split
 
 
 @pytest.mark.slow

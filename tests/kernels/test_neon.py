@@ -10,16 +10,14 @@ import pytest
 import torch
 from cpus import GRAVITON
 from emulated import HEADERS, SOURCES
+from kernels.test_contract import OF_OTHER_PROGRAMS, OWN
+from kernels.test_imported import columns_of
 from torch import Tensor
-from weights import random_weight
+from weights import random_weight, stored_tensors
 
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.base import Format
-from hf_trainweights.formats.codebook4 import Codebook4
-from hf_trainweights.formats.float8_e4m3 import Float8E4M3
-from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.formats.uint import UInt2, UInt3, UInt4, UInt5, UInt6
 from hf_trainweights.kernels import compiled
 
 _COMPILER, _EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
@@ -27,10 +25,7 @@ _COMPILER, _EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 # the time of -O3.
 _FLAGS = ("-O1", "-std=gnu11", "-fopenmp", "-march=armv8.2-a+dotprod", "-ffp-contract=off", "-static")
 
-FORMATS = [
-    *(Int8(), Int8(4), Int8(16), Int8(128), Int8(activations="int8"), Int4(32), Int4(128), Codebook4(), Float8E4M3()),
-    *(UInt2(), UInt3(), UInt4(), UInt5(32), UInt6()),
-]
+FORMATS = [*OWN, Int8(activations="int8"), *OF_OTHER_PROGRAMS]
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +50,10 @@ def run(program: Path, weight: compiled.Weight, M: int, out: Tensor, tensors: li
     return torch.frombuffer(bytearray(result.stdout), dtype=out.dtype).view(out.shape)
 
 
+def test_every_format_that_the_libraries_read_is_tried() -> None:
+    assert [kind for kind in compiled.FORMATS if not any(isinstance(form, kind) for form in FORMATS)] == []
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("library", [GRAVITON], ids=["neon"], indirect=True)
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
@@ -63,8 +62,8 @@ def run(program: Path, weight: compiled.Weight, M: int, out: Tensor, tensors: li
 def test_qemu_gives_each_bit_of_the_emulated_vectors(
     M: int, form: Format, dtype: torch.dtype, library: None, program: Path
 ) -> None:
-    N, K = 22, 384
-    tensors = form.quantize(random_weight(N, K, dtype=dtype))
+    N, K = 22, columns_of(form, 2)
+    tensors = stored_tensors(form, (N, K), dtype)
     qdata, scale, *groups = (tensors[name] for name in form.tensor_names)
     product = compiled.find(form, N, K, dtype, scale.dtype)
     assert product is not None

@@ -33,6 +33,10 @@ class Architecture:
         skips_positions: Whether the first position is one more than the padding token's number.
         transposed: Endings of the names of float weights that a file holds transposed.
         alternating: Whether the rows of gate and up take turns in the experts' merged weight.
+        merged_experts: Whether a file has gate and up of the experts in one tensor.
+        split_latent: Whether a file has keys and values of latent attention in two tensors, the keys transposed.
+        tiled: Whether heads of values that share a head of keys lie apart, see `linear_attention`.
+        described: Whether a file tells all settings of a model.
         unused: Beginnings of the names of tensors that llama.cpp does not use.
         scaled_by_width: For a model with this number of layers, llama.cpp divides attention scores by the root of
             hidden size / heads. For any other it divides them by the root of the size of a head.
@@ -50,6 +54,10 @@ class Architecture:
     skips_positions: bool = False
     transposed: tuple[str, ...] = ()
     alternating: bool = False
+    merged_experts: bool = False
+    split_latent: bool = False
+    tiled: bool = False
+    described: bool = True
     unused: tuple[str, ...] = ()
     scaled_by_width: int | None = None
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)

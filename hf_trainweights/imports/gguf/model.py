@@ -7,7 +7,7 @@ import io
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,10 @@ from hf_trainweights.exports.gguf.architectures import Architecture
 from hf_trainweights.files.digests import CONFIG_NAME
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats.base import Format
-from hf_trainweights.imports.conversion import Skeleton, write_tensors
+from hf_trainweights.imports.conversion import Skeleton, text_alone, write_tensors
 from hf_trainweights.imports.gguf.architectures import READABLE
 from hf_trainweights.imports.gguf.file import GgufFile
-from hf_trainweights.imports.gguf.places import Slot, places_of
+from hf_trainweights.imports.gguf.places import LATENT_KEYS, Slot, places_of
 from hf_trainweights.imports.gguf.settings import GIVE_BASE, architecture_name, config_of
 from hf_trainweights.imports.gguf.weights import common_format, float_weight, narrowest_dtype, quantized_weight
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
@@ -37,6 +37,7 @@ from hf_trainweights.tensor.stored_names import flatten_weight
 
 # Any format that holds every shape: only the question which weights can be quantized is asked.
 _ANY = TrainWeightsConfig("int8", include_embeddings=True)
+_OUTPUT = "output.weight"
 
 
 class GgufModel:
@@ -56,7 +57,8 @@ class GgufModel:
         self._file = GgufFile(file)
         self.config = _saved_config(folder, self._file) or config_of(self._file)
         # A model whose file has an output of its own is not tied, whatever another model's configuration says.
-        self.config.tie_word_embeddings = "output.weight" not in self._file.tensors
+        if not self.config.is_encoder_decoder:  # those tie the embeddings of both halves too
+            self.config.tie_word_embeddings = _OUTPUT not in self._file.tensors
         cls, self._architecture = _class_of(self.config, self._file)
         self._skeleton = Skeleton(cls, self.config, self._file.size_bytes)
 
@@ -65,7 +67,7 @@ class GgufModel:
 
         ConfigError: no weight is quantized.
         """
-        spill, slots = Spill(target), _slots(self._skeleton.model)
+        spill, slots = Spill(target), _slots(self._skeleton.model, self._file.tensors)
         places = places_of(self._file, slots, self._architecture, self.config)
         formats = {name: common_format(name, slots[name], parts) for name, parts in places.items()}
         sizes = Counter[Format]()
@@ -142,12 +144,8 @@ def _saved_config(folder: Path, file: GgufFile) -> PretrainedConfig | None:
 
 def _of_text(config: PretrainedConfig) -> PretrainedConfig:
     """Return the configuration of the text model in a model of several parts, if that is known; a file has only it."""
-    text = config.get_text_config()
-    names = [name for name in READABLE if text is not config and getattr(transformers, name).config_class is type(text)]
-    if not names:
-        return config
-    text.architectures, text.dtype = names[:1], text.dtype or config.dtype
-    return text
+    text = None if config.get_text_config() is config else text_alone(config)
+    return config if text is None or not READABLE.keys() & (text.architectures or ()) else text
 
 
 def _class_of(config: PretrainedConfig, file: GgufFile) -> tuple[type[PreTrainedModel], Architecture]:
@@ -162,16 +160,21 @@ def _class_of(config: PretrainedConfig, file: GgufFile) -> tuple[type[PreTrained
     return cls, architecture
 
 
-def _slots(model: PreTrainedModel) -> dict[str, Slot]:
+def _slots(model: PreTrainedModel, in_file: Collection[str]) -> dict[str, Slot]:
     """Return the parameters of a model that a file is to hold, by name, in the model's order."""
     choices = {choice.name: choice for choice in choose(model, _ANY).summary.tensors}
-    left_out = names_not_saved(model) | tied_names(model).keys()
+    output = {f"{name}.weight" for name, module in model.named_modules() if module is model.get_output_embeddings()}
+    left_out = (names_not_saved(model) | tied_names(model).keys()) - (output if _OUTPUT in in_file else set())
+    has_latent_keys = any(LATENT_KEYS in name for name in in_file)
     slots = {}
     for name, tensor in model.state_dict().items():
         if name not in left_out:
             choice = choices.get(name)
             transposed = choice is not None and choice.transposed and tensor.dim() > 1
             shape = tuple(tensor.mT.shape) if transposed else tuple(tensor.shape)
-            columns = shape[-1] if len(shape) > 1 and not name.endswith("_bias") else 1
-            slots[name] = Slot(shape, columns, transposed, choice is not None and choice.format is not None)
+            takes_codes = choice is not None and choice.format is not None
+            # Rows of latent keys are columns here. So the weight becomes a float one, number by number.
+            by_numbers = has_latent_keys and name.endswith(".kv_b_proj.weight")
+            columns = shape[-1] if len(shape) > 1 and not name.endswith("_bias") and not by_numbers else 1
+            slots[name] = Slot(shape, columns, transposed, takes_codes and not by_numbers)
     return slots

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -18,8 +20,12 @@ from hf_trainweights.imports.gguf.file import GgufFile, GgufTensor
 from hf_trainweights.imports.layouts.base import AGAIN
 
 # Tensors from which settings are read, and other scales of NVFP4: no parameters of a model.
-_NO_PARAMETERS = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight|.*\.(input_)?scale")
+_NO_PARAMETERS = re.compile(
+    r"rope_(freqs|factors_long|factors_short)\.weight|.*\.(input_)?scale|dec\.blk\.\d+\.cross_attn_rel_b\.weight"
+)
 _LAYER = re.compile(r"blk\.(\d+)\.")
+_KEYS_AND_VALUES = re.compile(r"blk\.\d+\.attn_(k|v|k_norm|v_norm)\.")
+_MERGED_EXPERTS, LATENT_KEYS = ".ffn_gate_up_exps.", ".attn_k_b."
 _SHOWN = 3
 
 
@@ -28,7 +34,8 @@ class Slot(NamedTuple):
 
     Args:
         shape: Its stored shape, `[*, N, K]` or that of a bias.
-        columns: The number of columns of a row. Each number of a bias is a row by itself.
+        columns: The number of columns of a row. Each number of a bias is a row by itself, and each number of a weight
+            of which a file has rows as columns.
         transposed: Whether the module keeps it as `[*, K, N]`.
         takes_codes: Whether it can be a quantized weight.
     """
@@ -45,15 +52,16 @@ class Place(NamedTuple):
     Args:
         name: The name in the file.
         tensor: The tensor of the file.
-        rows: For each row of the file the row of the model's tensor, with all leading dimensions flattened.
-        offset: A number that the file has added to each value.
+        rows: For each row of the file the rows of the model's tensor, with all leading dimensions flattened, `[n, m]`:
+            one row, but for a slot whose rows are single numbers.
+        origin: The way in which the file's tensor was made of the model's.
         factors: The number by which the scales of each row of an NVFP4 weight are multiplied, float32.
     """
 
     name: str
     tensor: GgufTensor
     rows: Tensor
-    offset: float
+    origin: Origin
     factors: Tensor
 
 
@@ -65,8 +73,11 @@ def places_of(
     CorruptFileError: the file lacks a tensor, or one has another shape. UnsupportedError: the model has no place for a
     tensor of the file, or it is of a kind that this package cannot hold.
     """
+    if any(_MERGED_EXPERTS in name for name in file.tensors):
+        architecture = replace(architecture, merged_experts=True)
+    if any(LATENT_KEYS in name for name in file.tensors):
+        architecture = replace(architecture, split_latent=True)
     origins, unknown = origins_of(slots, architecture, config)
-    unknown += [name for name in slots if name.startswith(architecture.unused)]
     _refuse(file, unknown, f"tensors that llama.cpp's {architecture.name} has", "Give the right config.json.")
     missing = [name for name in origins if name not in file.tensors and not name.endswith(".bias")]
     if missing:
@@ -79,19 +90,30 @@ def places_of(
         f"tensors that {(config.architectures or ['the model'])[0]} has places for",
         "Give base_model, if the model is of another class.",
     )
-    # A bias that the file lacks is zero: a class may have more biases than the models that were trained with it.
+    # A bias that the file lacks is zero: a class may have more biases than the models that were trained with it. So is
+    # a pooler, which llama.cpp never stores.
     places: dict[str, list[Place]] = {name: [] for name in slots}
     for name, origin in origins.items():
         if name in file.tensors:
-            places[origin.source].append(_place(file, name, origin, slots[origin.source]))
+            slot = slots[origin.source]
+            place = _place(file, name, origin, slot)
+            scale_name = f"{name.removesuffix('.weight')}.scale"
+            if scale_name in file.tensors and scale_name not in origins:
+                place = place._replace(factors=_factors(file, scale_name, slot, len(place.rows)))
+            places[origin.source].append(place)
     return places
 
 
 def _is_left_out(name: str, file: GgufFile, config: PretrainedConfig) -> bool:
-    """Return whether a tensor is no parameter: also those of layers that predict further tokens, behind the others."""
-    layer = _LAYER.match(name)
-    is_behind = layer is not None and int(layer[1]) >= config.num_hidden_layers
-    if _NO_PARAMETERS.fullmatch(name) or is_behind:
+    """Return whether a tensor is no parameter.
+
+    Others are those of layers that predict further tokens, behind the others, and keys and values of layers that take
+    those of other layers.
+    """
+    layer = int(match[1]) if (match := _LAYER.match(name)) else -1
+    own_keys = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+    is_shared = layer >= own_keys and _KEYS_AND_VALUES.match(name) is not None
+    if _NO_PARAMETERS.fullmatch(name) or is_shared or layer >= config.num_hidden_layers:
         return True
     # Zeros, such as biases of layers that have none, change nothing.
     tensor = file.tensors[name]
@@ -114,15 +136,13 @@ def _place(file: GgufFile, name: str, origin: Origin, slot: Slot) -> Place:
         next_step = "Take a file of another kind, such as Q4_K_M; or quantize the float model."
         raise UnsupportedError(where, f"one of {supported}", tensor.kind.name, next_step)
     numbers = torch.arange(torch.Size(slot.shape).numel() // slot.columns)
-    rows = origin.take(numbers.view(*slot.shape[:-1], slot.shape[-1] // slot.columns)).flatten()
-    return Place(name, tensor, rows, origin.offset, _factors(file, name, slot, len(rows)))
+    rows = origin.take(numbers.view(*slot.shape[:-1], slot.shape[-1] // slot.columns))
+    rows = rows.reshape(math.prod(shape[:-1]), -1)
+    return Place(name, tensor, rows, origin, torch.ones(len(rows), dtype=torch.float32))
 
 
-def _factors(file: GgufFile, name: str, slot: Slot, count: int) -> Tensor:
+def _factors(file: GgufFile, scale_name: str, slot: Slot, count: int) -> Tensor:
     """Return the number for each of `count` rows: a file may have one for an NVFP4 weight, or one for each expert."""
-    scale_name = f"{name.removesuffix('.weight')}.scale"
-    if scale_name not in file.tensors:
-        return torch.ones(count, dtype=torch.float32)
     tensor = file.tensors[scale_name]
     counts = {1, *slot.shape[:-2]}
     values = tensor.data.flatten().view(torch.float32) if tensor.kind.name == "F32" else torch.empty(0)

@@ -79,7 +79,9 @@ def _choose(source: str, names: Iterable[str], pattern: str | None) -> str | Non
     listed = ", ".join(sorted(selected or models)[:_SHOWN]) or "none"
     expected = "one GGUF file" if pattern is None else f"one GGUF file that {pattern!r} selects"
     selection = f"{len(selected)}: {listed}" if selected else f"none among {listed}"
-    raise ConfigError(source, expected, selection, 'Name one, or a pattern of its name: file="*Q4_K_M*".')
+    raise ConfigError(
+        source, expected, selection, 'Name one, or a pattern of its name: file="*Q4_K_M*", or --file "*Q4_K_M*".'
+    )
 
 
 def _is_first(name: str) -> bool:

@@ -8,14 +8,18 @@ serves all places of a slot, the weight is quantized; otherwise it is float.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hf_trainweights.errors import CorruptFileError, UnsupportedError
+from hf_trainweights.exports.gguf.rows import Origin
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.column_order import COLUMN_ORDER, ColumnOrdered
 from hf_trainweights.imports.gguf.blocks import ALTERNATIVES, FLOATS, Blocks
 from hf_trainweights.imports.gguf.places import Place, Slot
 from hf_trainweights.imports.layouts.base import AGAIN
@@ -42,7 +46,9 @@ def common_format(name: str, slot: Slot, places: Sequence[Place]) -> Format | No
     if form is None:
         found = ", ".join(f"{place.name} in {place.tensor.kind.name}" for place in places)
         raise UnsupportedError(name, "parts of one weight in kinds that one format holds", found, _OTHER_FILE)
-    return form if form.fallback(slot.shape) == form else None
+    if form.fallback(slot.shape) != form:
+        return None
+    return form if places[0].origin.columns is None else ColumnOrdered(form)
 
 
 def quantized_weight(name: str, slot: Slot, places: Sequence[Place], form: Format, spill: Spill) -> QuantizedTensor:
@@ -50,17 +56,22 @@ def quantized_weight(name: str, slot: Slot, places: Sequence[Place], form: Forma
 
     UnsupportedError: its parts have different tensors that all rows share. CorruptFileError: a scale is not finite.
     """
-    ways = [_way(place, form) for place in places]
+    ways = [_way(place, form.inner if isinstance(form, ColumnOrdered) else form) for place in places]
     stored = {key: spill.empty(*spec) for key, spec in form.tensor_specs(slot.shape, torch.float16).items()}
-    _fill_shared(name, stored, form, ways, places)
+    if sum(place.rows.numel() for place in places) < math.prod(slot.shape[:-1]):
+        for tensor in stored.values():  # rows that the file leaves out are zero, as in `float_weight`
+            tensor.view(torch.uint8).zero_()
+    _fill_shared(name, stored, ways, places)
+    if (columns := places[0].origin.columns) is not None:
+        stored[COLUMN_ORDER].copy_(columns.expand(stored[COLUMN_ORDER].shape))
     by_rows = {key: tensor.flatten(0, -2) for key, tensor in stored.items() if key not in form.shared_names}
     for place, way in zip(places, ways, strict=True):
-        for _, rows, data in _pieces(place, slot.columns):
+        for _, rows, data in _pieces(place):
             for key, tensor in way.decode(data.view(len(data), -1, place.tensor.kind.block_bytes)).items():
                 _check_finite(name, place, key, tensor)
                 by_rows[key][rows] = tensor
         if _GLOBAL_SCALE in by_rows:
-            by_rows[_GLOBAL_SCALE][place.rows] = place.factors.unsqueeze(1)
+            by_rows[_GLOBAL_SCALE][place.rows.flatten()] = place.factors.unsqueeze(1)
     form.check(stored, slot.shape, name)
     return QuantizedTensor(stored, form, slot.shape, torch.float16, slot.transposed)
 
@@ -74,11 +85,21 @@ def float_weight(name: str, slot: Slot, places: Sequence[Place], spill: Spill) -
     weight = spill.empty(slot.shape, torch.float32).zero_()
     by_rows = weight.view(-1, slot.columns)
     for place in places:
-        for start, rows, data in _pieces(place, slot.columns):
-            values = _values(place, data, slot.columns, start)
+        for start, rows, data in _pieces(place):
+            values = _undo(place.origin, _values(place, data, start))
             _check_finite(name, place, "values", values)
-            by_rows[rows] = values - place.offset if place.offset else values
+            columns = slice(None) if place.origin.columns is None else place.origin.columns
+            by_rows[rows, columns] = values.view(-1, slot.columns)
     return spill.keep(weight.mT.contiguous()) if slot.transposed else weight
+
+
+def _undo(origin: Origin, values: Tensor) -> Tensor:
+    """Return the values that a model has where the file has others, made of them as `origin` says."""
+    if origin.negative_exponential:
+        # By numpy, whose logarithm Transformers' own reader takes: PyTorch's differs in the last digit.
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return torch.from_numpy(np.log(-values.numpy()))
+    return values - origin.offset if origin.offset else values
 
 
 def narrowest_dtype(tensors: Sequence[Tensor], preferred: torch.dtype | None) -> torch.dtype:
@@ -101,9 +122,7 @@ def _way(place: Place, form: Format) -> Blocks:
     return next(way for way in _ways(place) if way.format == form)
 
 
-def _fill_shared(
-    name: str, stored: dict[str, Tensor], form: Format, ways: Sequence[Blocks], places: Sequence[Place]
-) -> None:
+def _fill_shared(name: str, stored: dict[str, Tensor], ways: Sequence[Blocks], places: Sequence[Place]) -> None:
     """Fill the stored tensors that all rows of a matrix share; UnsupportedError: its parts have different ones."""
     for index, (way, place) in enumerate(zip(ways, places, strict=True)):
         for key, tensor in way.shared.items():
@@ -122,7 +141,7 @@ def _check_finite(name: str, place: Place, key: str, tensor: Tensor) -> None:
         raise CorruptFileError(f"{name} ({place.name} in the file)", f"finite numbers as {key}", "NaN or Inf", AGAIN)
 
 
-def _values(place: Place, data: Tensor, columns: int, start: int) -> Tensor:
+def _values(place: Place, data: Tensor, start: int) -> Tensor:
     """Return the float32 values of some rows of a file's tensor, from row `start` on."""
     kind = place.tensor.kind
     if kind.name in FLOATS:
@@ -131,15 +150,15 @@ def _values(place: Place, data: Tensor, columns: int, start: int) -> Tensor:
     stored = {**way.decode(data.view(len(data), -1, kind.block_bytes)), **way.shared}
     if _GLOBAL_SCALE in way.format.tensor_names:
         stored[_GLOBAL_SCALE] = place.factors[start : start + len(data)].unsqueeze(1)
-    return way.format.dequantize(stored, (len(data), columns), torch.float32)
+    return way.format.dequantize(stored, (len(data), place.tensor.shape[-1]), torch.float32)
 
 
-def _pieces(place: Place, columns: int) -> Iterator[tuple[int, Tensor | slice, Tensor]]:
+def _pieces(place: Place) -> Iterator[tuple[int, Tensor | slice, Tensor]]:
     """Yield the first of some rows of a file, the rows of the model's tensor that they make up, and their bytes."""
-    count = max(1, _WEIGHTS_AT_ONCE // columns)
+    count = max(1, _WEIGHTS_AT_ONCE // place.tensor.shape[-1])
     data = place.tensor.data.view(len(place.rows), -1)
     for start in range(0, len(data), count):
-        rows = place.rows[start : start + count]
+        rows = place.rows[start : start + count].flatten()
         first, last = int(rows[0]), int(rows[-1])
         neighbours = torch.equal(rows, torch.arange(first, last + 1))
         yield start, slice(first, last + 1) if neighbours else rows, data[start : start + count]

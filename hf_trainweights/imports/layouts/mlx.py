@@ -41,13 +41,14 @@ _BITS = (2, 3, 4, 5, 6, 8)
 # The only group size and bits of each mode but `affine`.
 _MODES = {"mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}
 _WORDS = (torch.uint32, torch.int32)
+# Convolutions along the text with a kernel for each channel, `[channels, kernel, 1]` in MLX.
+_CONVOLUTIONS = (".conv1d.weight", ".conv.conv.weight", ".conv.weight")
 _STACKED = re.compile(r"(?P<block>.*)\.switch_mlp\.(?P<matrix>gate_proj|up_proj|down_proj)\.(?P<leaf>\w+)", re.DOTALL)
 # The names of an expert's matrices in the blocks that are called so.
 _RENAMED = {"block_sparse_moe": {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}}
-# MLX adds 1 to these norms of Qwen3-Next, in their dtype, when it converts the model, and so it does in Qwen3.5.
-_QWEN3_NEXT = "qwen3_next"
+# MLX adds 1 to these norms of these models, in their dtype, when it converts a model.
+_SHIFTED = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 _NORMS = re.compile(r".*\b(input_layernorm|post_attention_layernorm|q_norm|k_norm|model\.norm)\.weight", re.DOTALL)
-_CHANGED_MODELS = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 class Mlx(Layout):
@@ -63,17 +64,13 @@ class Mlx(Layout):
         self._settings(self.config, WHERE)
         # To the module of each expert's matrix, the module that stacks them.
         self._stacked: dict[str, str] = {}
-        if config.get("model_type") in _CHANGED_MODELS:
-            changed = f"{config['model_type']}, whose float weights MLX has changed"
-            raise unsupported("config.json: model_type", "a model whose float weights MLX leaves as they are", changed)
 
     def float_tensor(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a float tensor; of Qwen3-Next a norm less 1, and a convolution with its kernel last."""
-        if self.config.get("model_type") != _QWEN3_NEXT:
-            return tensor
-        if name.endswith(".conv1d.weight") and tensor.dim() == 3:
+        """Return a float tensor; a convolution with its kernel last, and a norm less 1 if MLX has added that."""
+        if name.endswith(_CONVOLUTIONS) and tensor.dim() == 3 and tensor.shape[2] == 1:
             return tensor.movedim(1, 2).contiguous()
-        if not _NORMS.fullmatch(name) or tensor.dim() != 1:
+        is_shifted = self.config.get("model_type") in _SHIFTED
+        if not is_shifted or not _NORMS.fullmatch(name) or tensor.dim() != 1:
             return tensor
         exact = tensor.double() - 1
         less = exact.to(tensor.dtype)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 import struct
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import gguf
-from imports.gguf.files import Kinds, all_of, mixture, write_gguf
+from imports.gguf.architectures import write_architecture
+from imports.gguf.files import all_of, mixture, write_gguf
 
 from hf_trainweights.imports.gguf.file import GgufFile
 from tests.fuzz.directories import write_tree
@@ -16,10 +19,12 @@ from tests.fuzz.target import BrokenPromiseError, Outcome, Target
 from tests.fuzz.targets.imports import import_whole_or_not_at_all
 
 _FILE = "model.gguf"
-_SOURCES: dict[str, tuple[str, Kinds]] = {
-    "llama": ("llama", mixture),
-    "tied": ("llama_tied", all_of("Q4_0")),
-    "experts": ("qwen3_moe", all_of("Q4_K")),
+_SOURCES: dict[str, Callable[[Path], object]] = {
+    "llama": partial(write_gguf, name="llama", kinds=mixture),
+    "tied": partial(write_gguf, name="llama_tied", kinds=all_of("Q4_0")),
+    "experts": partial(write_gguf, name="qwen3_moe", kinds=all_of("Q4_K")),
+    **{name: partial(write_gguf, name=name, kinds=mixture) for name in ("t5_untied", "mamba", "gemma4_experts")},
+    **{name: partial(write_architecture, name=name) for name in ("qwen3_5", "qwen3_next", "lfm2_moe", "glm4_moe")},
 }
 _COUNTS = (0, 1, 2, 255, 2**16, 2**31, 2**32, 2**60, 2**63, 2**64 - 1)
 
@@ -29,9 +34,10 @@ class _GgufTarget(Target):
 
     def prepare(self, directory: Path) -> None:
         self.files: dict[str, tuple[bytes, int]] = {}
-        for name, (architecture, kinds) in _SOURCES.items():
+        for name, write in _SOURCES.items():
             path = directory / name / _FILE
-            write_gguf(path, architecture, kinds)
+            path.parent.mkdir(parents=True)
+            write(path)
             start = min(int(tensor.data_offset) for tensor in gguf.GGUFReader(path).tensors)
             self.files[name] = path.read_bytes(), start
 

@@ -12,14 +12,27 @@ import numpy as np
 import torch
 import transformers
 from architectures import DECODER, randomize
+from exports.gguf_models import MODELS as EXPORTED
 from exports.gguf_models import expected_tensors
 from gguf import GGMLQuantizationType as Kind
 from tiny_tokenizers import byte_level
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
+
+from hf_trainweights.models.host.models import tied_names
 
 SIZE = 408
 SMALL = {**DECODER, "vocab_size": SIZE, "bos_token_id": 1, "eos_token_id": 2, "hidden_size": 256}
 SMALL |= {"intermediate_size": 512, "num_hidden_layers": 1, "rms_norm_eps": 1e-6}
+TOKENS = {"vocab_size": SIZE, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+T5 = {**TOKENS, "d_model": 256, "d_kv": 64, "d_ff": 512, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
+T5 |= {"feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0}
+GEMMA4 = {**TOKENS, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+GEMMA4 |= {"num_key_value_heads": 2, "head_dim": 64, "global_head_dim": 128, "hidden_size_per_layer_input": 256}
+GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size_per_layer_input": SIZE}
+GEMMA4_EXPERTS = {**GEMMA4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+GEMMA4_EXPERTS |= {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 256}
+GEMMA4_SHARED = {**GEMMA4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+MAMBA = {**TOKENS, "hidden_size": 256, "num_hidden_layers": 2, "time_step_rank": 32}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 768, "norm_topk_prob": True}
 
 # Settings that Transformers' reader does not look for in a file are the defaults of its classes.
@@ -41,6 +54,44 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "lfm2",
         {**SMALL, "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     ),
+    "t5": ("T5ForConditionalGeneration", "t5", T5),
+    "t5_untied": ("T5ForConditionalGeneration", "t5", {**T5, "tie_word_embeddings": False}),
+    "t5_encoder": ("T5EncoderModel", "t5encoder", T5),
+    "umt5": ("UMT5ForConditionalGeneration", "t5", T5),
+    "umt5_encoder": ("UMT5EncoderModel", "t5encoder", T5),
+    "gemma4": ("Gemma4ForCausalLM", "gemma4", GEMMA4),
+    "gemma4_shared": (
+        "Gemma4ForCausalLM",
+        "gemma4",
+        {**GEMMA4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+    ),
+    "gemma4_experts": ("Gemma4ForCausalLM", "gemma4", GEMMA4_EXPERTS),
+    "mamba": (
+        "MambaForCausalLM",
+        "mamba",
+        {**TOKENS, "hidden_size": 256, "num_hidden_layers": 2, "time_step_rank": 32},
+    ),
+    "bloom": ("BloomForCausalLM", "bloom", {**TOKENS, "hidden_size": 256, "n_layer": 2, "n_head": 4}),
+}
+# Methods of the writer that the others do not call, by the beginning of the name or the name.
+_PECULIAR: dict[str, dict[str, Any]] = {
+    "nemotron": {"rope_dimension_count": 32, "layer_norm_eps": 1e-5, "layer_norm_rms_eps": 1e-5},
+    "minimax_m2": {"rope_dimension_count": 32, "expert_count": 4, "expert_used_count": 2}
+    | {"expert_feed_forward_length": 512, "expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID},
+    "lfm2": {"head_count_kv": [0, 2], "shortconv_l_cache": 3},
+    "gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096},
+    "qwen3_moe": {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 768},
+    "t5": {"layer_norm_eps": 1e-6, "layer_norm_rms_eps": 1e-6, "relative_attn_buckets_count": 32}
+    | {"decoder_block_count": 2, "decoder_start_token_id": 0},
+    "mamba": {"ssm_conv_kernel": 4, "ssm_inner_size": 512, "ssm_state_size": 16, "ssm_time_step_rank": 32},
+    "bloom": {"layer_norm_eps": 1e-5},
+    "gemma4": {"key_length": 128, "value_length": 128, "key_length_swa": 64, "value_length_swa": 64}
+    | {"sliding_window": 512, "sliding_window_pattern": [True, False] * 2, "shared_kv_layers": 0}
+    | {"embedding_length_per_layer_input": 256, "head_count_kv": 2, "rope_freq_base": 1e6, "rope_freq_base_swa": 1e4}
+    | {"rope_dimension_count": 128, "rope_dimension_count_swa": 64, "layer_norm_rms_eps": 1e-6},
+    "gemma4_shared": {"shared_kv_layers": 2, "feed_forward_length": [512, 512, 1024, 1024]},
+    "gemma4_experts": {"head_count_kv": [2, 1] * 2, "expert_count": 4, "expert_used_count": 2}
+    | {"expert_feed_forward_length": 256, "embedding_length_per_layer_input": 0},
 }
 # Where a block has float16 numbers, the first of which are scales.
 _HALVES = {
@@ -85,7 +136,8 @@ def blocks(kind: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
 
 def all_of(kind: str) -> Kinds:
     """Return the function that gives each matrix but a router the same kind."""
-    float_parts = ("norm", "ffn_gate_inp", ".bias", "shortconv.conv")
+    float_parts = ("norm", "ffn_gate_inp", ".bias", "shortconv.conv", "conv1d", "ssm_a", "ssm_d", "attn_rel_b")
+    float_parts += ("rope_freqs", ".scale", "output_scale")
     return lambda name: None if any(part in name for part in float_parts) else kind
 
 
@@ -106,6 +158,9 @@ def build(name: str, **changes: Any) -> PreTrainedModel:
         torch.manual_seed(0)
         model = model_class(model_class.config_class(**config | changes))
         randomize(model)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1)
     return model.eval()
 
 
@@ -120,6 +175,8 @@ def write_gguf(
 ) -> PreTrainedModel:
     """Write a file and return the float model that gave it its names and its float tensors.
 
+    A model whose rows the file does not reorder has the values of the file, as the package gguf dequantizes them.
+
     Args:
         path: The file.
         name: One of `MODELS`.
@@ -133,41 +190,19 @@ def write_gguf(
     config = model.config
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(path, MODELS[name][1], **writer_options)
-    calls = {
-        "name": "tiny",
-        "block_count": config.num_hidden_layers,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "head_count": config.num_attention_heads,
-        "head_count_kv": config.num_key_value_heads,
-        "layer_norm_rms_eps": getattr(config, "rms_norm_eps", 1e-5),
-        "vocab_size": config.vocab_size,
-        "rope_freq_base": 10000.0,
-    }
-    if name in ("nemotron", "minimax_m2"):
-        calls["rope_dimension_count"] = 32
-    if name == "minimax_m2":
-        calls |= {"expert_count": 4, "expert_used_count": 2}
-    if name == "lfm2":
-        calls |= {"head_count_kv": [0, 2], "shortconv_l_cache": 3}
-    if name.startswith("llama"):
-        calls["rope_dimension_count"] = config.hidden_size // config.num_attention_heads
-    else:
-        calls["key_length"] = calls["value_length"] = getattr(config, "head_dim", None) or 64
-    if name == "gemma2":
-        calls |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096}
-    if name == "qwen3_moe":
-        calls |= {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 768}
-    for call, value in {**calls, **(metadata or {})}.items():
+    for call, value in {**_settings(name, config), **(metadata or {})}.items():
         getattr(writer, f"add_{call}")(value)
-    _add_tokenizer(writer, config.vocab_size)
+    add_tokenizer(writer, config.vocab_size)
     for number, (tensor_name, values) in enumerate(_tensors(model, name).items()):
         kind = kinds(tensor_name)
         if kind is None:
             writer.add_tensor(tensor_name, change(tensor_name, values).contiguous().numpy())
-        else:
-            writer.add_tensor(tensor_name, blocks(kind, tuple(values.shape), number), raw_dtype=Kind[kind])
+            continue
+        data = blocks(kind, tuple(values.shape), number)
+        writer.add_tensor(tensor_name, data, raw_dtype=Kind[kind])
+        if name not in EXPORTED:
+            # These are views of the model's parameters.
+            values.copy_(torch.from_numpy(gguf.quants.dequantize(data, Kind[kind])))
     for tensor_name, array in (extra or {}).items():
         writer.add_tensor(tensor_name, array)
     writer.write_header_to_file()
@@ -177,27 +212,64 @@ def write_gguf(
     return model
 
 
+def _settings(name: str, config: PretrainedConfig) -> dict[str, Any]:
+    """Return the methods of the writer that describe a model, with their arguments."""
+    calls = {
+        "name": name if "umt5" in name else "tiny",  # Transformers' reader looks for umt5 there
+        "block_count": config.num_hidden_layers,
+        "context_length": getattr(config, "max_position_embeddings", 512),
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": getattr(config, "d_ff", getattr(config, "intermediate_size", 1024)),
+        "head_count": getattr(config, "num_attention_heads", 0),
+        "layer_norm_rms_eps": getattr(config, "rms_norm_eps", 1e-5),
+        "vocab_size": config.vocab_size,
+    }
+    if name.startswith("gemma4"):  # its configuration refuses questions for what layers have of their own
+        return calls | _PECULIAR["gemma4"] | _PECULIAR.get(name, {})
+    if hasattr(config, "num_key_value_heads"):
+        calls |= {"head_count_kv": config.num_key_value_heads, "rope_freq_base": 10000.0}
+    if name.startswith("llama"):
+        calls["rope_dimension_count"] = config.hidden_size // config.num_attention_heads
+    elif calls["head_count"]:
+        calls["key_length"] = calls["value_length"] = getattr(config, "head_dim", None) or 64
+    family = name.removeprefix("um").partition("_")[0]
+    return {**calls, **_PECULIAR.get(family, {}), **_PECULIAR.get(name, {})}
+
+
 def _tensors(model: PreTrainedModel, name: str) -> dict[str, torch.Tensor]:
     """Return tensors of the names and shapes of a file."""
-    if name not in ("nemotron", "minimax_m2", "lfm2"):
+    if name in EXPORTED:
         return expected_tensors(model)
     number = next(each for each, written in gguf.MODEL_ARCH_NAMES.items() if written == MODELS[name][1])
-    names, tensors = gguf.get_tensor_name_map(number, model.config.num_hidden_layers), {}
+    names, tensors = gguf.get_tensor_name_map(number, 8), {}
+    tied = not MODELS[name][2].get("tie_word_embeddings", True)
+    left_out = tied_names(model).keys() - ({"lm_head.weight"} if tied else set())
     for key, values in model.state_dict().items():
-        if key == "lm_head.weight" and model.config.tie_word_embeddings:
+        if key in left_out:
             continue
         stem = key.replace("e_score_correction_bias", "gate.e_score_correction.bias")
-        parts = {stem: values[:, 0] if "conv.conv" in key else values}
-        if key.endswith("gate_up_proj"):
+        stem = stem.replace("transformer.", "") if name == "bloom" else stem
+        stem = stem.replace("layer_scalar", "layer_scalar.weight").replace("router.scale", "router.proj.scale")
+        stem = stem.replace("router.per_expert_scale", "experts.down_proj.scale")
+        parts = {stem: values[:, 0] if "conv.conv" in key or "conv1d.weight" in key else values}
+        if key.endswith("A_log"):
+            parts = {stem: -values.exp()}
+            values.copy_(torch.from_numpy(np.log(values.exp().numpy())))  # as a reader gets it back
+        if key.endswith("gate_up_proj") and "gemma4" in name:
+            parts = {f"{key}.weight": values}
+        elif key.endswith("gate_up_proj"):
             halves = zip(("gate_proj.weight", "up_proj.weight"), values.chunk(2, dim=1), strict=True)
             parts = {key.replace("gate_up_proj", part): half for part, half in halves}
         elif key.endswith("experts.down_proj"):
             parts = {f"{key}.weight": values}
-        tensors |= {names.get_name(part, (".weight", ".bias")): half for part, half in parts.items()}
+        tensors |= {names.get_name(part, (".weight", ".bias", ".scale")): half for part, half in parts.items()}
+    if "gemma4" in name:
+        tensors["rope_freqs.weight"] = torch.tensor([1.0] * 16 + [1e30] * 48)
     return tensors
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, vocabulary: int) -> None:
+def add_tokenizer(writer: gguf.GGUFWriter, vocabulary: int) -> None:
+    """Write a tokenizer of bytes, with so many tokens."""
     tokenizer = byte_level()
     tokens = [*tokenizer.convert_ids_to_tokens(range(len(tokenizer))), *(f"<pad{n}>" for n in range(vocabulary))]
     writer.add_tokenizer_model("gpt2")

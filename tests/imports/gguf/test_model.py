@@ -38,6 +38,8 @@ pytestmark = pytest.mark.slow  # together they take long
 
 # Transformers' reader has no such class, makes a dense Llama of Mixtral, or lacks a place for biases.
 NOT_READ_BY_TRANSFORMERS = {"gemma", "olmo2", "falcon_split", "mixtral", "llama_bias", "phi3_longrope"}
+# Transformers' reader has no such architecture, or leaves out factors and experts of it.
+READ_BY_GGUF_ALONE = {name for name in MODELS if name.startswith("gemma4")}
 # Transformers' reader rounds the scales of this one to bfloat16 too, before it multiplies.
 ROUNDED_TWICE = {("lfm2", torch.bfloat16)}
 CASES = [(name, dtype) for name in MODELS for dtype in (torch.float32, torch.bfloat16)]
@@ -45,8 +47,10 @@ CASES = [case for case in CASES if case not in ROUNDED_TWICE]
 ENCODERS = {"bert", "distilbert", "roberta", "xlm_roberta"}
 
 
-def read_by_transformers(source: Path, dtype: torch.dtype, file: str = "model.gguf") -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=dtype)
+def read_by_transformers(
+    source: Path, dtype: torch.dtype, file: str = "model.gguf", cls: Any = AutoModelForCausalLM, **options: Any
+) -> PreTrainedModel:
+    return cls.from_pretrained(source, gguf_file=file, dtype=dtype, **options)
 
 
 def assert_same_model(ours: PreTrainedModel, theirs: PreTrainedModel) -> None:
@@ -56,8 +60,11 @@ def assert_same_model(ours: PreTrainedModel, theirs: PreTrainedModel) -> None:
     assert values.keys() == wanted.keys()
     assert [name for name in wanted if not torch.equal(values[name], wanted[name])] == []
     tokens = torch.arange(12).view(2, 6)
+    inputs = {"input_ids": tokens} | (
+        {"decoder_input_ids": tokens} if "decoder.final_layer_norm.weight" in values else {}
+    )
     with torch.no_grad():
-        assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
+        assert torch.equal(ours(**inputs)[0], theirs(**inputs)[0])
 
 
 def formats_of(model: PreTrainedModel) -> dict[str, str]:
@@ -68,11 +75,18 @@ def formats_of(model: PreTrainedModel) -> dict[str, str]:
 def test_a_mixture_has_the_weights_that_transformers_dequantizes(
     name: str, dtype: torch.dtype, source: Path, out: Path
 ) -> None:
-    write_gguf(source / "model.gguf", name)
+    model = write_gguf(source / "model.gguf", name)
+    byte_level().save_pretrained(source)
     import_directory(source, out)
-    ours = AutoModelForCausalLM.from_pretrained(out, dtype=dtype)
-    assert {"affine4 k4", "affine5 k4", "affine6 k6", "affine3 k3", "int8 g32"} <= {*formats_of(ours).values()}
-    assert_same_model(ours, read_by_transformers(source, dtype))
+    ours = type(model).from_pretrained(out, dtype=dtype)
+    assert {"affine4 k4", "int8 g32"} <= {*formats_of(ours).values()}
+    if name in READ_BY_GGUF_ALONE:
+        model.save_pretrained(out / "float")
+        assert_same_model(ours, type(model).from_pretrained(out / "float", dtype=dtype))
+        return
+    # Its configuration of T5 has ReLU where llama.cpp has GELU.
+    options = {"config": model.config} if MODELS[name][1].startswith("t5") else {}
+    assert_same_model(ours, read_by_transformers(source, dtype, cls=type(model), **options))
 
 
 @pytest.mark.parametrize("kind", by_default(["Q4_K"], ALTERNATIVES))
@@ -102,20 +116,36 @@ def test_exported_models_come_back(name: str, source: Path, out: Path) -> None:
     if name in ENCODERS:
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(source)
-    if any("pooler" in each for each in model.state_dict()):
-        with pytest.raises(UnsupportedError, match=r"expected tensors that llama.cpp's bert has, found pooler\."):
-            import_directory(source, out)
-        return
     import_directory(source, out)
     back = type(model).from_pretrained(out, dtype=torch.float16)
     assert any(isinstance(each, QuantizedTensor) for each in back.parameters())
     for each in (model, back):
         each.dequantize()
+    for key in [key for key in model.state_dict() if key.startswith("pooler.")]:  # which llama.cpp does not store
+        assert not back.get_parameter(key).any()
+        model.get_parameter(key).data.zero_()
+    if "roberta" in name:  # nor the positions up to that of a padding token
+        model.get_parameter("embeddings.position_embeddings.weight").data[: model.config.pad_token_id + 1] = 0
     wanted, values = model.state_dict(), back.state_dict()
     assert [key for key in wanted if key not in values or not torch.equal(values[key], wanted[key])] == []
     tokens = torch.arange(12).view(2, 6)
     with torch.no_grad():
         assert torch.equal(back.eval()(tokens)[0], model.eval()(tokens)[0])
+
+
+@pytest.mark.parametrize(("name", "tokenizer"), [("bert", "bert"), ("distilbert", "bert"), ("roberta", "gpt2")])
+def test_the_class_of_an_encoder_is_in_the_file(name: str, tokenizer: str, source: Path, out: Path) -> None:
+    model = quantized(name, torch.float16, **MIXED, include_embeddings=True)
+    export_gguf(model, source / "model.gguf", byte_level())
+    file = source / "model.gguf"
+    file.write_bytes(
+        file.read_bytes().replace(b"\x04\0\0\0\0\0\0\0gpt2", b"\x04\0\0\0\0\0\0\0" + tokenizer.encode(), 1)
+    )
+    byte_level().save_pretrained(source)
+    import_directory(source, out)
+    config = json.loads((out / "config.json").read_text())
+    assert config["architectures"] == [type(model).__name__]
+    assert config["max_position_embeddings"] == model.config.max_position_embeddings
 
 
 @pytest.mark.parametrize("kinds", [("Q4_K", "Q5_K"), ("Q3_K", "Q6_K"), ("Q4_0", "Q8_0"), ("Q5_0", "IQ4_NL")])
@@ -292,6 +322,12 @@ def test_an_unknown_architecture_is_refused_with_those_that_are_known(source: Pa
     data = (source / "model.gguf").read_bytes()
     (source / "model.gguf").write_bytes(data.replace(b"llama", b"lemma"))
     with pytest.raises(UnsupportedError, match=r"expected an architecture of llama, qwen2, .*, found 'lemma'"):
+        import_directory(source, out)
+
+
+def test_a_mamba_with_norms_of_its_steps_is_refused(source: Path, out: Path) -> None:
+    write_gguf(source / "model.gguf", "mamba", metadata={"ssm_dt_b_c_rms": True})
+    with pytest.raises(UnsupportedError, match=r"expected an architecture of llama, .*, found 'mamba'"):
         import_directory(source, out)
 
 
