@@ -24,8 +24,8 @@ from hf_trainweights.checkpoint.planning.policy import LOSSY_MODES
 from hf_trainweights.checkpoint.run.checkpoints import verify_checkpoint
 from hf_trainweights.checkpoint.run.file_checks import anchor_problem
 
-# Ranks cut the matrix within a row, and the last slice ends in padding. The whole rows of each rank are so many elements
-# that a lossy mode rounds them.
+# Ranks cut the matrix within a row, and the last slice ends in padding. The whole rows of each rank are enough elements
+# for a lossy mode to round.
 GROUPS: tuple[Shapes, ...] = ({"linear.weight": (131, 65)},)
 RUNS = ((2, "lossless"), (3, "near-lossless"))
 STEPS = (2, 4)

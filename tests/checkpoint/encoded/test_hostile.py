@@ -24,12 +24,13 @@ from hf_trainweights.checkpoint.encoded.storage_tasks import TensorPlan
 from hf_trainweights.checkpoint.encoded.structure import payload_crc32
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.errors import CorruptFileError, TrainWeightsError
+from hf_trainweights.files import reading
 
 
 @pytest.fixture(autouse=True)
 def _fresh_process(monkeypatch):
     monkeypatch.setattr(reader, "_directories", {})
-    monkeypatch.setattr(reader, "_digests", {})
+    monkeypatch.setattr(reading, "_digests", {})
 
 
 def forged(structure, payload=None):
