@@ -45,8 +45,8 @@ from hf_trainweights.models.host.ranks import Sharding, sharding_of
 
 _logger = logging.get_logger(__name__)
 
-# FSDP and its companions wrap modules in these attributes, which the names in a checkpoint do not contain. If a user has
-# compiled the model before the Trainer gets it, they contain `_orig_mod`.
+# FSDP and its companions wrap modules in these attributes, which the names in a checkpoint do not contain. They contain
+# `_orig_mod` if a user has compiled the model before the Trainer gets it.
 _WRAPPERS = re.compile(r"(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 
 
@@ -382,5 +382,5 @@ def _newest_metrics(state: Any) -> dict[str, float]:
 
 
 def _names_in_files(tensors: Iterable[tuple[str, Any]]) -> list[str]:
-    """Return the names that weights or buffers may have in a checkpoint: without the names of wrappers, and with them."""
+    """Return the names that weights or buffers may have in a checkpoint: those without wrappers, and their own."""
     return [name for own_name, _ in tensors for name in (_WRAPPERS.sub("", own_name), own_name)]
