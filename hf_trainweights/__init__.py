@@ -104,6 +104,9 @@ __getattr__ = _lazy(
     },
 )
 
+# Importing the package changes Transformers and torch here (`models/registration.py` lists how): Transformers gets the
+# quantizer, its `save_pretrained` and some other methods call `_settle` first, and `torch.load(weights_only=True)` may
+# call the two functions, which encoded files and pickled weights name.
 _register(TrainWeightsHfQuantizer, _settle, callable_by_files=(decode_file, rebuild_quantized_tensor))
 
 

@@ -28,7 +28,7 @@ from hf_trainweights.tensor.modules import as_parameter, dequantize_weights
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import flatten_state_dict, group_stored, parse_stored_name, unflatten_weight
 
-# Imported by name, because the types of diffusers' hooks depend on whether it is installed, and None is one of them.
+# Imported as Any, so that type checkers judge this module alike whether diffusers is installed or not.
 _registry: Any = import_module("diffusers.quantizers.auto")
 DiffusersQuantizer: Any = import_module("diffusers.quantizers.base").DiffusersQuantizer
 
@@ -94,6 +94,7 @@ class TrainWeightsDiffusersQuantizer(DiffusersQuantizer):
         """Return the names of the weights that the files hold; CorruptFileError: tensors of one are missing."""
         if not self.pre_quantized:
             return loaded_keys
+        # A guard is a one-byte tensor under the plain name of a weight. Here: those whose weight is in no file.
         lost = [name for name, weight in check_weight_files(checkpoint_files).items() if weight.kind == "guard"]
         _require_all([name for name in lost if not is_notice(name)])
         self._stored = {name: set(stored) for name, stored in group_stored(dict.fromkeys(loaded_keys)).items()}

@@ -55,11 +55,15 @@ class SaveError(TrainWeightsError, OSError):
 
 
 class MissingAnchorError(TrainWeightsError, FileNotFoundError):
-    """A file needs an anchor that is not where it was when the file was written."""
+    """A checkpoint's file cannot be read, because the weights that it was stored relative to are missing.
+
+    Such weights are called the anchor. A run stores most checkpoints as differences from the weights of an earlier one,
+    which each directory holds as a file named `....anchor`, or from the model that a fine-tune starts from.
+    """
 
 
 class UnstorableError(TrainWeightsError, TypeError):
-    """A value is of a type that an encoded file cannot hold."""
+    """A value in a training state is of a type that a compressed checkpoint file cannot hold."""
 
 
 def did_you_mean(found: object, known: Iterable[str], default: str) -> str:

@@ -11,7 +11,7 @@ def lazy(package: str, modules: Mapping[str, str]) -> Callable[[str], object]:
 
     Args:
         package: The dotted name of the package.
-        modules: Each name to the dotted path of its module, relative to the package.
+        modules: Maps each name to the dotted path of its module, relative to the package.
     """
 
     def find(name: str) -> object:

@@ -42,14 +42,15 @@ def load_library(path: Path, functions: Mapping[str, str], abi: int) -> ctypes.C
         path: The library.
         functions: Each function's name to its types, a letter each, the result first: `-` for no result, `a` for a
             contiguous array or None, `p` for an address, `l` for 64 bits, `i` for an int, `u` for 32 bits without
-            sign, `f` for a float.
+            sign, `f` for a float. So `"-al"` declares `void function(void *array, int64_t number)`.
         abi: The number that the library's `abi()` must return. Raise both with each change of a function's arguments.
     """
     if platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX"):
         return None
     try:
-        # RTLD_NOW finds a missing symbol of OpenMP, which PyTorch brings, here instead of ending the process at its
-        # first use. Windows has no RTLD_NOW, because it always does so.
+        # The library takes OpenMP's functions from the copy that PyTorch loaded. If they are missing, RTLD_NOW makes
+        # this call fail; by default the process would end when a function is first called. Windows has no RTLD_NOW,
+        # because it always looks for all functions at once.
         library = ctypes.CDLL(str(path), mode=getattr(os, "RTLD_NOW", ctypes.DEFAULT_MODE))
     except OSError:
         return None

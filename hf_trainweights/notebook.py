@@ -10,7 +10,9 @@ _MOST_ROWS = 1000
 
 
 def html_table(caption: str, head: Sequence[str], rows: Iterable[Sequence[object]], *, folded: bool = False) -> str:
-    """Return a table as HTML, its texts escaped, of at most a thousand rows; folded, it shows only its caption.
+    """Return a table as HTML, its texts escaped, of at most a thousand rows.
+
+    A `folded` table shows only its caption until the reader clicks on it.
 
     Examples:
         >>> html_table("sizes", ["name", "bytes"], [("<w>", 4)])

@@ -5,8 +5,8 @@ The tensors of layer 3 of self-attention are called `self.3.keys.codes`, `self.3
 of the metadata is a JSON object: `version` (1), `kinds` of keys and values, and a list of layers called `self`, and one
 called `cross` where there is cross-attention. A layer has its `batch`, `heads`, `columns` of keys and of values, the
 `length` that is stored, the tokens `dropped` before a window and the model's `dtype`; one without tokens is null. Codes
-lie in the order of `hf_trainweights/kernels/native/attention.c`. A layer that Transformers keeps itself, such as linear
-attention, has its `class` and `attributes` (`own_states`).
+lie in the order of `hf_trainweights/kernels/native/attention.c`. A layer of a class of Transformers, such as that of
+linear attention, has its `class` and `attributes` (`own_states`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Layers = Mapping[str, Sequence[Any]]
 
 
 def write_cache(path: str | os.PathLike[str], caches: Layers, kinds: tuple[str, str]) -> None:
-    """Write the layers of a cache. An older file stays intact until the new one is.
+    """Write the layers of a cache. An older file stays until the new one is complete.
 
     ConfigError: the file's name does not end in `.safetensors`, or a model's dtype is no float of 16 or 32 bits.
     UnsupportedError: a layer of Transformers keeps a state that a file cannot hold. SaveError: the file cannot be
@@ -54,7 +54,7 @@ def write_cache(path: str | os.PathLike[str], caches: Layers, kinds: tuple[str, 
         content[name] = [description for description, _ in described]
         for _, stored in described:
             tensors |= {key: TensorToWrite.of(tensor) for key, tensor in stored.items()}
-    with staged_files(path.parent, lambda _: False) as staged:
+    with staged_files(path.parent, is_replaced=lambda _: False) as staged:  # no other file leaves the directory
         write_safetensors(staged.path / path.name, tensors, {_ENTRY: json.dumps(content), "format": "pt"})
 
 
@@ -68,7 +68,7 @@ def _checked(path: str | os.PathLike[str]) -> Path:
 def _describe(name: str, layer: Any) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
     """Return the description of a layer, and its tensors by their names in the file."""
     if not isinstance(layer, KVLayer):
-        # A DummyLayer has no cache of its own.
+        # A DummyLayer is Transformers' placeholder for a layer that stores nothing.
         return (None, {}) if type(layer).__name__ == "DummyLayer" else encode_state(name, layer)
     if not layer.stores:
         return None, {}
@@ -139,16 +139,16 @@ class CacheFile:
         return rows
 
     def _fill_layer(self, name: str, layer: Any, sizes: Any, file: Any) -> None:
-        is_own = isinstance(layer, KVLayer)
-        if is_own == (type(sizes) is dict and "class" in sizes):
+        is_kv_layer = isinstance(layer, KVLayer)
+        if is_kv_layer == (type(sizes) is dict and "class" in sizes):
             expected, stored = (
                 type(layer).__name__,
                 sizes.get("class", "keys and values") if type(sizes) is dict else sizes,
             )
             next_step = "Load it for the model that it was made for."
             raise ConfigError(f"{self.path}, {name}", f"a {expected}", f"{stored!r:.80}", next_step)
-        if not is_own:
-            self._fill_own_layer(name, layer, sizes, file)
+        if not is_kv_layer:
+            self._fill_layer_of_transformers(name, layer, sizes, file)
             return
         batch, heads, length, dropped, *columns = self._numbers(name, sizes)
         if dropped and layer.window is None:
@@ -156,13 +156,14 @@ class CacheFile:
             raise ConfigError(f"{self.path}, {name}", "all tokens", "those of a sliding window", next_step)
         stores: list[Store] = []
         for side, kind, D in zip(_SIDES, self.kinds, columns, strict=True):
+            # Tokens that are floats use only the `columns` of this; there is no `TokenFormat` of 16 bits.
             form = TokenFormat(8 if kind == "bf16" else BITS[kind], side == "keys", D)
             stores.append(self._store(f"{name}.{side}", kind, form, (batch, heads, length), file))
         layer.stores, layer.dropped = (stores[0], stores[1]), dropped
         layer.dtype, layer.device, layer.is_initialized = _DTYPES[sizes["dtype"]], torch.device("cpu"), True
 
-    def _fill_own_layer(self, name: str, layer: Any, state: Any, file: Any) -> None:
-        """Give a layer that Transformers keeps itself its state."""
+    def _fill_layer_of_transformers(self, name: str, layer: Any, state: Any, file: Any) -> None:
+        """Give a layer of a class of Transformers its state."""
 
         def read(key: str) -> Tensor:
             if key not in self._header:

@@ -11,10 +11,10 @@ from hf_trainweights.cache.kv_cache import KVCache, checked_kinds
 
 
 def use_in_generate(kind: str | tuple[str, str]) -> None:
-    """Let `generate` of all models in this process make a `KVCache` for each call that has no cache of its own.
+    """Let `generate` of all models in this process make a `KVCache` for each call that is handed no cache.
 
-    Calls without a cache, calls that choose an implementation of Transformers and models that keep another state, such
-    as Mamba, stay as they are.
+    Calls with `use_cache=False` or a `cache_implementation`, and models that keep another state, such as Mamba, stay as
+    they are.
 
     Args:
         kind: As for `KVCache`.
@@ -35,7 +35,7 @@ def use_in_generate(kind: str | tuple[str, str]) -> None:
 
 
 def _takes_a_cache(model: PreTrainedModel, kwargs: dict[str, Any]) -> bool:
-    """Tell whether `generate` would make Transformers' `DynamicCache` for a call."""
+    """Tell whether a call leaves the choice of the cache to `generate`, which would make a `DynamicCache`."""
     if kwargs.get("past_key_values") is not None or getattr(model, "_is_stateful", False):
         return False
     configs = (kwargs.get("generation_config"), model.generation_config)

@@ -10,9 +10,9 @@ from transformers import PreTrainedConfig
 from hf_trainweights.cache.cache_file import CacheFile, write_cache
 from hf_trainweights.cache.layers import BITS, KVLayer
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.models.host.caches import Cache, DynamicCache, EncoderDecoderCache, layer_types, own_layer
+from hf_trainweights.models.host.caches import Cache, DynamicCache, EncoderDecoderCache, dynamic_layer, layer_types
 
-# The layers that store keys and values, and the option that is their window. All others stay Transformers' own.
+# The types of layers that become a `KVLayer`, each with the option that is its window. Transformers makes all others.
 _WINDOWS = {"full_attention": None, "sliding_attention": "sliding_window", "chunked_attention": "sliding_window"}
 
 
@@ -69,7 +69,7 @@ class KVCache(DynamicCache):
         layers: list[Any] = [
             KVLayer(*self.kinds, window=options[_WINDOWS[name]] if _WINDOWS[name] else None)
             if name in _WINDOWS
-            else own_layer(name, options)
+            else dynamic_layer(name, options)
             for name, options in types
         ]
         Cache.__init__(self, layers=layers)
@@ -84,12 +84,12 @@ class KVCache(DynamicCache):
         """Save the stored tokens as one safetensors file, e.g. those of a long prompt.
 
         Args:
-            path: The file. An older one stays intact until the new one is.
+            path: The file. An older one stays until the new one is complete.
 
         Raises:
             ConfigError: The file's name does not end in `.safetensors`, or the model has another dtype than float32,
                 bfloat16 and float16.
-            UnsupportedError: A layer that Transformers keeps itself has a state that a file cannot hold.
+            UnsupportedError: A layer of a class of Transformers has a state that a file cannot hold.
             SaveError: The file cannot be written.
         """
         write_cache(path, {"self": self.layers}, self.kinds)
@@ -133,10 +133,10 @@ class KVCache(DynamicCache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens of all layers.
+        """Remove the last tokens from all layers.
 
         Args:
-            tokens_to_remove: Minus their number.
+            tokens_to_remove: A negative number: -3 removes three tokens.
 
         Raises:
             ConfigError: There are not so many, or they are no longer stored; then no layer has changed.

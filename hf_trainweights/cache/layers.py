@@ -1,4 +1,8 @@
-"""The cache of one attention layer, of all tokens or of a sliding window, as Transformers calls it."""
+"""The cache of one attention layer, of all tokens or of a sliding window, with the methods that Transformers calls.
+
+In a program of torch.compile an op stores the tokens; else Python does. `cache/programs.py` says how ops find a layer
+by its number, and why the ops that read tokens take `order`, the result of the op that stored them.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,10 @@ from hf_trainweights.kernels.tokens import BLOCK_TOKENS
 from hf_trainweights.models.host.caches import CacheLayerMixin
 
 BITS = {"bf16": 16, "int8": 8, "int4": 4}
-# Tokens from which on their keys say how large each channel is; fewer are held as floats. docs/kv_cache.md measures it.
+# So many tokens show how large each channel of the keys is; fewer are held as floats. docs/kv_cache.md measures it.
 LEAST_TOKENS = 64
-# Tokens before a window that stay, so that a few rejected candidates can be taken back.
+# Tokens before a window that stay. Assisted generation removes the last tokens again if they were guessed wrong; then
+# the window reaches as much further back.
 _SLACK_TOKENS = 128
 
 
@@ -36,7 +41,7 @@ class KVLayer(CacheLayerMixin):
         self.kinds = key_kind, value_kind
         self.window = self.sliding_window = window
         self.is_sliding = window is not None
-        # Transformers sets it where tokens may be taken back: then none before the window is forgotten until `crop`.
+        # Transformers sets it if it may remove the last tokens: then none before the window is dropped until `crop`.
         self.record_past = False
         self._clear()
         super().__init__()
@@ -56,13 +61,14 @@ class KVLayer(CacheLayerMixin):
     @stores.setter
     def stores(self, stores: tuple[Store, ...]) -> None:
         self._stores = stores
-        # The number by which programs find this layer; None while they leave it to `_update_now`.
+        # The number by which ops in programs find this layer. It is None while tokens are floats or not on a CPU: then
+        # Dynamo interrupts the program to call `_update_now`.
         on_cpu = [isinstance(store, IntegerStore) and store.device.type == "cpu" for store in stores]
         self._number = number_layer(self) if on_cpu and all(on_cpu) else None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        # A copy is another layer.
+        # A copy is another layer, to which the setter gives a number of its own.
         self.stores = self._stores
 
     @property
@@ -118,7 +124,7 @@ class KVLayer(CacheLayerMixin):
         return self._number is not None and not torch.is_grad_enabled()
 
     def _update_in_program(self, *states: Tensor) -> tuple[Tensor, Tensor]:
-        """Store tokens by an op of the program that is traced."""
+        """Put the op that stores tokens into the program that Dynamo traces; it calls `store_at` when that runs."""
         dropped = self._tokens_to_drop()
         before = self.length - dropped
         order = STORE_TOKENS(*states, self._number, dropped, before)
@@ -140,7 +146,7 @@ class KVLayer(CacheLayerMixin):
         return keys, values
 
     def store_at(self, dropped: int, at: int, *states: Tensor) -> None:
-        """Drop tokens, and store others behind the `at` that are left, for the op of a program."""
+        """Drop the first `dropped` tokens, and store new ones behind the `at` that are left; an op calls this."""
         self._require_same_sizes(*states)
         self._drop(dropped)
         for store, x in zip(self._stores, states, strict=True):
@@ -148,7 +154,7 @@ class KVLayer(CacheLayerMixin):
             store.append(x)
 
     def attend(self, query: Tensor, tokens: slice, mask: Tensor | None, is_causal: bool, scaling: float) -> Tensor:
-        """Attend to some tokens, for the op of a program."""
+        """Attend to some tokens; an op of a program calls this."""
         keys, values = self._stores
         assert isinstance(keys, IntegerStore)
         assert isinstance(values, IntegerStore)
@@ -213,9 +219,9 @@ class KVLayer(CacheLayerMixin):
     def _states(self, first: int) -> tuple[Tensor, Tensor]:
         if torch.compiler.is_dynamo_compiling() and self._is_in_programs():
             assert self._number is not None
-            return self._states_in_program(
-                self._number.new_full((), self.length), [store.shape for store in self._stores], first
-            )
+            # No op of this program stored the tokens: their number is `order`, and there is no op to wait for.
+            order = self._number.new_full((), self.length)
+            return self._states_in_program(order, [store.shape for store in self._stores], first)
         keys, values = (
             CachedStates(store, first, self.dtype) if isinstance(store, IntegerStore) else store.load(first, self.dtype)
             for store in self.stores
@@ -223,11 +229,11 @@ class KVLayer(CacheLayerMixin):
         return keys, values
 
     def _first_of(self, before: int) -> int:
-        """Return the first token that the next one attends to, behind `before` tokens."""
+        """Return the index of the first stored token to which a token attends that `before` tokens precede."""
         return 0 if self.window is None else max(0, before - self.window + 1)
 
     def _tokens_to_drop(self) -> int:
-        """Return how many tokens no query attends to any more, or 0 while they are fewer than the window has."""
+        """Return how many tokens before the window to drop now: 0 until they are more than those of the window."""
         if self.window is None or self.record_past or self.length <= 2 * (self.window + _SLACK_TOKENS):
             return 0
         # A multiple of 16, because codes lie in blocks of so many tokens.
@@ -243,7 +249,7 @@ class KVLayer(CacheLayerMixin):
         self.record_past = True
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many tokens so many new ones attend to, and the position of the first."""
+        """Return how many tokens `query_length` new ones attend to, themselves included, and the first's position."""
         length = self.get_seq_length()
         if self.window is None:
             return length + query_length, 0
@@ -258,10 +264,10 @@ class KVLayer(CacheLayerMixin):
         return -1 if self.window is None else self.window
 
     def tokens_to_remove(self, number: int) -> int:
-        """Return how many tokens `crop(number)` takes back.
+        """Return how many tokens `crop(number)` removes.
 
         Args:
-            number: Minus the tokens to remove; or, as Transformers 5.17 calls it, the positive length that is left.
+            number: Negative: so many tokens; positive, as Transformers 5.17 calls it: the length that is left.
 
         Raises:
             ConfigError: There are not so many, or a window that ends before them is no longer stored.
@@ -275,7 +281,7 @@ class KVLayer(CacheLayerMixin):
         return count
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens."""
+        """Remove the last tokens, as many as `tokens_to_remove` says."""
         count = self.tokens_to_remove(tokens_to_remove)
         for store in self.stores:
             store.truncate(store.length - count)
@@ -285,7 +291,7 @@ class KVLayer(CacheLayerMixin):
         self._clear()
 
     def select(self, index: Tensor) -> None:
-        """Put the sequences of the batch at these positions in the place of all."""
+        """Make the sequences at these positions of the batch the new batch; a position may occur twice."""
         for store in self.stores:
             store.select(index)
 
@@ -310,5 +316,5 @@ class KVLayer(CacheLayerMixin):
 
 
 def _float_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of 16 bits for states of a dtype."""
+    """Return the dtype of 16 bits in which `"bf16"` stores states of a dtype."""
     return dtype if dtype.itemsize == 2 else torch.bfloat16

@@ -1,4 +1,4 @@
-"""The state of a layer that Transformers keeps itself, such as linear attention: its attributes as JSON and tensors.
+"""The state of a cache layer of a class of Transformers, such as linear attention: its attributes as JSON and tensors.
 
 Attributes are numbers, tensors, dtypes, devices and dicts of these. In JSON a tensor is `{"tensor": its name}`, a dtype
 is `{"dtype": its name}`, a device is `{"device": null}`, and a dict is `{"items": [[key, value], ...]}`.
@@ -57,7 +57,7 @@ def decode_state(layer: Any, state: Any, read: Callable[[str], Tensor]) -> None:
     decoded = {key: _decode(value, read) for key, value in attributes.items()}
     for key, value in decoded.items():
         expected = vars(layer)[key]
-        # A new layer has None for most attributes that a state fills.
+        # A new layer has None for most attributes, and these may get any value: only the others show a type to check.
         if isinstance(expected, dict) and (not isinstance(value, dict) or value.keys() != expected.keys()):
             raise ValueError(f"{key} without {', '.join(map(str, expected))}")
         if type(expected) in (bool, int) and type(value) is not type(expected):

@@ -1,8 +1,12 @@
-"""Ops by which compiled programs store the tokens of a layer and attend to them, without leaving the program.
+"""Ops by which programs of torch.compile store the tokens of a layer and attend to them.
 
-A program never holds the stored codes, because they move whenever they need more room. It holds the number of the
-layer as a tensor, so that a program serves the next cache, too. `store_tokens` returns the number of tokens that are
-stored then, and the ops that read the tokens take it: they read the last tokens before this one, and come later.
+A program is the graph of ops that torch.compile makes of a model's code. It never holds the stored codes, because they
+move whenever they need more room. It holds the number of the layer as a tensor, so that a program serves the next
+cache, too.
+
+`store_tokens` returns `order`, the number of tokens that the layer has then. The ops that read tokens take it as an
+input, for two reasons. It tells them where the tokens end. And it makes the compiler run them after the op that stores,
+because nothing else shows the compiler that they depend on it.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ _NUMBERS = itertools.count()
 
 
 def number_layer(layer: object) -> Tensor:
-    """Return the number of a layer, by which ops find it as long as it lives: int64, on the CPU."""
+    """Give a layer a number, by which ops find it as long as it lives, and return it: int64, on the CPU."""
     number = next(_NUMBERS)
     _LAYERS[number] = layer
     # A tensor that is made in inference mode could not be an input of programs outside it.
@@ -43,7 +47,7 @@ class ProgramStore:
     """The last keys or values of a layer in a program: an `IntegerStore` that only ops can read.
 
     Args:
-        order: int64, the number of tokens of the layer with these: the result of `STORE_TOKENS`.
+        order: int64, how many tokens the layer has, these included: the result of `STORE_TOKENS`.
         number: The number of the layer.
         is_value: Whether these are values.
         shape: Batch, heads and columns.

@@ -27,16 +27,16 @@ _EVERYTHING = slice(None)
 class CachedStates(Tensor):
     """Stored keys or values `[batch, heads * repeats, tokens, columns]`, which may not be written to.
 
-    A model without gradients that calls `F.scaled_dot_product_attention` multiplies the codes. Models
-    that repeat the heads of keys for their query heads first do so without a copy, too.
+    A model without gradients that calls `F.scaled_dot_product_attention` multiplies the codes. Models that first repeat
+    the heads of keys, for the query heads that share them, do so without a copy, too.
 
     Args:
-        store: The tokens; a `ProgramStore` while a program is traced.
-        first: The first of them that counts.
+        store: The tokens; a `ProgramStore` while torch.compile traces a program.
+        first: The index of the first token to read.
         dtype: The dtype that the tensor shows.
         repeats: How often each head stands in the tensor.
         is_expanded: Whether the repeats are a dimension of their own, behind the heads.
-        stop: The end of the tokens that count; by default all are read.
+        stop: The index behind the last token to read; by default that behind all stored ones.
     """
 
     _store: IntegerStore | ProgramStore
@@ -80,7 +80,7 @@ class CachedStates(Tensor):
         tokens, make = self._tokens, cast("type[Any]", type(self))
         return make(self._store, tokens.start, self.dtype, repeats, is_expanded, tokens.stop)
 
-    # Dynamo cannot trace how a tensor of a class of its own is made, and warns of it.
+    # Dynamo cannot trace how a tensor of a subclass is made, and warns of it.
     _repeated: Any = torch.compiler.disable(_repeat)
 
     @classmethod
@@ -164,7 +164,7 @@ def _attend_to_codes(
     is_causal: bool,
     scaling: float,
 ) -> Tensor | None:
-    """Return the attention by the op of programs or by the compiled library, or None if the library does not serve."""
+    """Attend by the op of programs, or by the compiled library; return None if this call needs floats."""
     if isinstance(keys, ProgramStore):
         if not isinstance(values, ProgramStore) or values.number is not keys.number:
             return None
@@ -191,7 +191,7 @@ def attend_to_stores(
         query: `[batch, query heads, rows, columns]`; the heads of the keys divide the query heads.
         keys: The keys of the layer.
         values: Its values.
-        tokens: The tokens that count, from `start` to `stop`.
+        tokens: The tokens to attend to, from `start` to before `stop`.
         mask: As for PyTorch.
         is_causal: Likewise.
         scaling: The factor of the scores.
@@ -208,18 +208,22 @@ def attend_to_stores(
 
 
 class _ProgramStates(CachedStates):
-    """Stored keys or values in a program that is traced. Dynamo takes a tensor that can be taken apart."""
+    """Stored keys or values while torch.compile traces a program (`cache/programs.py`).
+
+    Dynamo accepts a tensor of a subclass only if `__tensor_flatten__` splits it into plain tensors. These are `order`
+    and `number`, the inputs of the ops that read the tokens.
+    """
 
     _store: Any  # a ProgramStore
 
     @property
     def order(self) -> Tensor:
-        """The result of the op that stored the tokens."""
+        """The result of the op that stored the tokens: an op that takes it runs after that op."""
         return self._store.order
 
     @property
     def number(self) -> Tensor:
-        """The number of the layer."""
+        """The number by which ops find the layer."""
         return self._store.number
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -240,7 +244,7 @@ class _ProgramStates(CachedStates):
 def states_in_program(
     order: Tensor, number: Tensor, is_value: bool, shape: tuple[int, int, int], count: int, dtype: str
 ) -> CachedStates:
-    """Return the last tokens of a layer, as a tensor; an op of programs before they are compiled."""
+    """Return the last tokens of a layer, as a tensor; Dynamo puts the call of this function itself into the program."""
     let_compilers_cache_programs(states_in_program, SCHEMAS)
     store = ProgramStore(order, number, is_value, shape)
     return _ProgramStates(store, 0, getattr(torch, dtype), stop=count)

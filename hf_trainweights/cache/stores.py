@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_trainweights.kernels.tokens import BLOCK_TOKENS, StoredTokens, TokenFormat
 
-# A channel counts as at least this part of the median magnitude of its head's channels.
+# Keys are divided by the magnitude of their channel, or if that is smaller by this part of the median channel's.
 _SMALLEST_CHANNEL = 1 / 16
 _SMALLEST_MAGNITUDE = 1e-6
 
@@ -56,7 +56,7 @@ class FloatStore:
         return self._rows[:, :, first : self.length].to(dtype)
 
     def select(self, index: Tensor) -> None:
-        """Put the sequences of the batch at these positions in the place of all."""
+        """Make the sequences at these positions of the batch the new batch; a position may occur twice."""
         self._rows = self._rows[:, :, : self.length].index_select(0, index.to(self._rows.device))
 
     def truncate(self, length: int) -> None:
@@ -94,7 +94,10 @@ class IntegerStore:
 
     @classmethod
     def of(cls, x: Tensor, bits: int, is_key: bool, counted: Tensor) -> IntegerStore:
-        """Store tokens x `[batch, heads, n, columns]`; those that are `counted` `[batch, n]` equalize the columns."""
+        """Store tokens x `[batch, heads, n, columns]`.
+
+        `counted`, bool `[batch, n]`, says which tokens give the mean and magnitude by which columns are equalized.
+        """
         batch, heads, _, columns = x.shape
         stored = StoredTokens.empty(TokenFormat(bits, is_key, columns), batch, heads, device=x.device)
         stored.channels = _channels(x, counted) if is_key else None
@@ -131,7 +134,7 @@ class IntegerStore:
         return self.stored.load(first, (self.length if stop is None else stop) - first, dtype)
 
     def select(self, index: Tensor) -> None:
-        """Put the sequences of the batch at these positions in the place of all."""
+        """Make the sequences at these positions of the batch the new batch; a position may occur twice."""
         stored, index = self.stored, index.to(self.stored.codes.device)
         channels = None if stored.channels is None else stored.channels.index_select(0, index)
         codes, scale = (x[:, :, : self._used_blocks].index_select(0, index) for x in (stored.codes, stored.scale))
@@ -167,7 +170,7 @@ class IntegerStore:
         return -(-self.length // BLOCK_TOKENS)
 
     def _resize(self, used: slice, blocks: int) -> None:
-        """Copy some blocks to the front of a room for so many."""
+        """Move to new memory for `blocks` blocks, and copy the `used` blocks to its front."""
         old, (batch, heads, _) = self.stored, self.shape
         new = StoredTokens.empty(old.form, batch, heads, blocks, device=old.codes.device)
         new.codes[:, :, : used.stop - used.start] = old.codes[:, :, used]

@@ -1,7 +1,8 @@
 """`lowered(model, target)`: hold a quantized model as plain modules, plain tensors and plain ops of a target.
 
-Every exporter of PyTorch can trace such a model as it is. So no exporter needs to know quantized tensors, and no graph
-has to be searched for patterns afterwards.
+A target is a kind of file to export to (`targets.py`). For the time of an export the model is lowered. Every exporter
+of PyTorch can trace such a model as it is. So no exporter needs to know quantized tensors, and no graph has to be
+searched for patterns afterwards.
 """
 
 from __future__ import annotations

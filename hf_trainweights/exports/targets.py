@@ -27,8 +27,8 @@ BLOCKS_OPSET = 21
 """The first opset of ONNX that has INT4 and scales for blocks of a row."""
 
 STORED = "hf_trainweights::Stored"
-"""An op that returns its input, and that `onnx.graph` removes from the graph. Exporters cannot compute it. They would
-compute other ops on a constant of up to 8,192 elements, and write the result instead of the codes."""
+"""An op that returns its input, and that `onnx.graph` removes from the graph. It keeps exporters from computing with
+codes: they compute the ops that they know on a constant of up to 8,192 elements, and write the result in its place."""
 
 # The block sizes of MatMulNBits, the largest first, because it needs the fewest scales.
 _BLOCK_SIZES = (256, 128, 64, 32, 16)
@@ -247,7 +247,8 @@ class OnnxRuntime(Onnx):
             return None
         repeats = weight.shape[-1] // scales.shape[-1] // block_size
         numbers, zeros = unpacked.numbers(), unpacked.zeros
-        # MatMulNBits uses the middle of all codes if it gets no zero points.
+        # If it gets no zero points, MatMulNBits subtracts the middle of all codes: 8 for codes of 4 bits. So the
+        # numbers fit 4 bits if they are 0 to 15 after adding 8.
         low, high = unpacked.limits if zeros is not None else (limit + 8 for limit in unpacked.limits)
         bits = 4 if low >= 0 and high < 16 else 8
         if zeros is None:

@@ -1,7 +1,8 @@
 """Files and directories that appear complete or not at all, whenever the process or the machine stops.
 
 Data is forced to the disk (fsync) before the file gets its name. A name is durable, it survives a power failure, once
-its directory has been fsynced as well. `save_errors` turns errors of the operating system into errors with advice.
+its directory has been fsynced as well. Until then the file has a temporary name and a lock, its claim, by which others
+see that its writer lives (`files/disk.py`). `save_errors` turns errors of the operating system into errors with advice.
 Source: T. S. Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014, sections 3 and 4.
 """
 
@@ -32,7 +33,7 @@ SHOWN_PREFIXES = (".nfs", ".fuse_hidden")
 
 _BUFFER_BYTES = 1 << 20
 _LARGE_BYTES = 16 << 20
-# The disk begins to write after each so many bytes, while the process encodes the next ones.
+# After so many bytes each time the disk begins to write, while the process encodes the next ones.
 _STARTED_BYTES = 16 << 20
 # The answers of file systems without hard links (FAT, object stores through FUSE, Docker bind mounts, ...).
 _NO_LINK_ERRNOS = frozenset(
@@ -136,7 +137,7 @@ def replace_file(path: Path, also_replaced: Iterable[Path] = ()) -> Iterator[Bin
 
 
 def keep_permissions(new: Path, replaced: Path, also_replaced: Iterable[Path] = ()) -> None:
-    """Give a new file or directory the permissions of `replaced`, or if that is missing those that all others grant."""
+    """Give a new file or directory the permissions of `replaced`; if that is missing, those that all others grant."""
     modes = []
     for path in [replaced] if replaced.exists() else also_replaced:
         with contextlib.suppress(FileNotFoundError):  # another process was faster
@@ -177,7 +178,7 @@ def create_directory(path: Path) -> Iterator[Path]:
     require_vacant(path)
     make_directories(path.parent)
     claim = claim_directory(path.parent)
-    # One level deeper: the claim locks its own directory, and the caller may want to lock the one that it gets.
+    # In a directory inside the claimed one, which is locked: the caller may want to lock the directory that it gets.
     temporary = claim.path / path.name
     try:
         disk.file_system.mkdir(temporary)
@@ -251,8 +252,10 @@ def remove_files(files: Iterable[Path]) -> None:
 def freeing_in_background(directory: Path) -> Iterator[None]:
     """Let a thread free the memory of large files of a directory that the block replaces or removes.
 
-    Freeing a gigabyte of a file takes the kernel .7 seconds. If tensors are mapped from the file, Python's lock is held
-    meanwhile, and all threads wait, also one that trains. So the block must end without tensors mapped from the files.
+    Freeing a gigabyte of a file takes the kernel .7 seconds. It happens when the last user of a removed file closes it.
+    This holds the files open until the block has ended, and a thread closes them. If a tensor were still mapped from a
+    file, the tensor's end would free it, with Python's lock held, and all threads would wait, also one that trains. So
+    the block must end without such tensors.
     """
     with contextlib.ExitStack() as open_files:
         descriptors = [*_large_files(directory)] if os.name == "posix" else []  # Windows replaces no file that is open

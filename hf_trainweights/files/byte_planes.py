@@ -4,8 +4,8 @@ A word is a component of a tensor as an integer. A plane holds the bytes of equa
 a plane, or a part of one, that is coded by itself. The bits of a floating point word are rotated left by one, so that
 the exponent fills the top byte and the sign becomes the lowest bit: mantissas are noise, but exponents repeat.
 
-The bytes of tensors hold next to no repeats but runs of zeros, so zstd is told not to look for others. The result is
-within 1 % of the order-0 entropy above 3 bits a byte. zstd's own levels are slower and give no smaller files.
+The bytes of tensors hold next to no repeats but runs of zeros, so zstd is told not to look for others. If the entropy
+of single bytes is above 3 bits, the result is within 1 % of it. zstd's own levels are slower and give no smaller files.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _LIBRARY = Path(__file__).parent / "native" / "planes.so"
 _ABI = 3
+# The C functions for words of 2 and of 4 bytes, each with the types of its result and arguments in the letters of
+# `load_library`. The last three serve the codecs of checkpoints (`checkpoint/codecs/exact.py`), and planes.c describes
+# them. Words of 8 bytes, which are rare, are only split: numpy is fast enough for the rest.
 _FOR_WORDS = {
     "split": "-alial",
     "join": "-plia",

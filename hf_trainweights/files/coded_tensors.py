@@ -65,7 +65,7 @@ class _Spec(NamedTuple):
 
     @property
     def matrices(self) -> int:
-        # Empty matrices do not count, because a header of 170 bytes can claim 2^50 of them.
+        # Empty matrices do not count: a forged header of 170 bytes can claim 2^50 of them, and readers loop over them.
         return math.prod(self.shape[:-2]) if self.matrix_words else 0
 
     @property

@@ -258,7 +258,7 @@ def _signed(content: Mapping[str, Any]) -> bytes:
 
 
 def _is_valid(content: Mapping[str, Any]) -> bool:
-    """Return whether all names are plain names of weight files, not paths, and all values have the right types."""
+    """Return whether all names are names of weight files, without a directory, and all values have the right types."""
     types = {"sha256": str, "size_bytes": int}
     texts = [*content["versions"].values(), content.get(_CONFIG_KEY, "")]
     return all(isinstance(text, str) for text in texts) and all(

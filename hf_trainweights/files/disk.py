@@ -1,11 +1,11 @@
-"""The calls that reach the disk, temporary names, and the locks that show whether the writer of a temporary file lives.
+"""The calls that reach the disk, and claims: temporary names with a lock, which shows whether their writer lives.
 
 Every change of the disk goes through `file_system`, so that a test can record the calls or let them fail.
 
 Files and directories in the making have names that begin with `_trainweights-`. Their writer holds a lock on them,
-which the operating system releases when the process ends, however it ends. So a cleaner on this machine knows which of
-them are abandoned, and so does one on another machine if the file system shares its locks. A process ID would say
-nothing in containers, where every process is number 1.
+which the operating system releases when the process ends, however it ends. So a cleaner, the next save or
+`trainweights checkpoint gc`, knows which of them are abandoned, and so does one on another machine if the file system
+shares its locks. A process ID would say nothing in containers, where every process is number 1.
 """
 
 from __future__ import annotations

@@ -35,7 +35,8 @@ _MAX_COMPARED = 20_000
 _MAX_SECONDS = 10.0
 _WORKER = Path(__file__).with_name("expression_worker.py")
 
-# Expressions that `re` matches in time linear in a name. Only for more than _MAX_ANSWERS do they need the process.
+# Expressions that `re` matches in time linear in a name. They need the process only if the answers, one for each
+# expression and name, are more than _MAX_ANSWERS.
 _HARMLESS = re.compile(r"(?:\.\*)?(?:[\w-]|\\?\.)*(?:\.\*)?")
 _MAX_ANSWERS = 1_000_000
 _MAX_SHOWN = 200
@@ -106,9 +107,11 @@ def most_exact(selected: Mapping[str, Collection[str]], names: Iterable[str]) ->
 def _rank(selector: str, names: frozenset[str]) -> tuple[int, bool, int]:
     if selector.startswith(EXPRESSION):
         return 2, False, 0
+    """Return the key by which the selector sorts; the smallest decides."""
     kind = 0 if not selector or any(selector in name_and_modules(name) for name in names) else 1
-    own = (name for name in names if name.rpartition(".")[0] in names)
-    is_module = not any(f".{name}".endswith(f".{selector}") for name in own)
+    # A parameter is a name whose module is among the names, too.
+    parameters = (name for name in names if name.rpartition(".")[0] in names)
+    is_module = not any(f".{name}".endswith(f".{selector}") for name in parameters)
     return kind, is_module, -len(selector.split(".")) if selector else 0
 
 
@@ -177,7 +180,7 @@ def _match(expressions: tuple[str, ...], names: tuple[str, ...], ending: str) ->
 
 
 def _ask(expressions: Sequence[str], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the worker's answers in order, up to the first expression that takes too much time or memory."""
+    """Start the worker, and return its answers in order, up to the first expression that takes too much."""
     request = json.dumps({"expressions": expressions, "names": names}).encode()
     try:
         # Isolated and without site packages: Python starts within 20 ms, and imports no file beside the worker.

@@ -46,6 +46,7 @@ class Spill:
 
     def _map(self, size_bytes: int) -> Any:
         with save_errors(self._directory, "Nothing was left there."):
+            # The claim is the file under a temporary name, locked, so that no cleaner removes it while it has the name.
             claim, descriptor = claim_file(self._directory)
             try:
                 _reserve(descriptor, size_bytes)

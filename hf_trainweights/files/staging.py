@@ -69,7 +69,8 @@ def staged_files(directory: Path, is_replaced: Callable[[str], bool]) -> Iterato
     """Yield an empty directory; when the block ends without an error, all its files move into `directory`, or none.
 
     At every moment a loader finds the old files, the new ones, or no model at all, whatever stops the process.
-    `is_replaced` selects names of a kind, such as weight files. If a new file is of it, all old files of it leave.
+    If `is_replaced` is true for the name of a new file, all old files leave for whose names it is true: new weight
+    files replace all old ones, of whatever names.
     """
     with save_errors(directory, "Nothing was changed there."):
         make_directories(directory)
@@ -196,7 +197,7 @@ def _undo_interrupted(staging: Path, directory: Path) -> None:
 
 
 def _is_one_step(arriving: list[str], leaving: list[str]) -> bool:
-    """Return whether a loader changes from the old files to the new ones with one rename or removal."""
+    """Return whether one rename or removal, that of an entry point, changes a loader from the old files to the new."""
     opened = _opened_first({*arriving, *leaving})
     overwritten = [name for name in arriving if name in leaving and is_shard(name)]
     return not overwritten and (len(opened) == 1 or all(entry_point_rank(name) is not None for name in opened))

@@ -1,4 +1,4 @@
-"""The zip archives that torch.load reads: a writer for files that need not seek, and a file in memory.
+"""The zip archives that torch.load reads: a writer, which never seeks in the file, and a file in memory.
 
 Records are stored without compression. The checksum and length of a record follow it, as in the archives of torch.save,
 so that a record may grow while it is written.
@@ -43,7 +43,7 @@ class _Record:
 
 
 class TorchZipWriter:
-    """Writes one archive to a binary file that is at its beginning."""
+    """Writes one archive to a binary file, from its beginning on."""
 
     def __init__(self, file: Writable):
         self._file = file

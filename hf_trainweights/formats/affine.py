@@ -12,7 +12,7 @@
     weight = (code - zero) * scale + offset
 
 Each operation is rounded to float32, and the result to the dtype. If `rounding` is "each", each operation is rounded to
-the dtype.
+the dtype, as some programs do: so a weight of their files gets the values that they compute.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class Affine(Format):
         if isinstance(zeros, int):
             codes, zeros = (codes - zeros if zeros else codes), None
         lowest = -self._fixed_zero()
-        # The limits are those of zeros, too.
+        # The limits hold for zeros, too, and those of `zero_point_minus_1` go up to 2**bits.
         largest = lowest + 2**self.bits - (0 if self.offset == "zero_point_minus_1" else 1)
         limits = None if self.offset == "float_zero_point" or largest > 255 else (lowest, largest)
         return Unpacked(codes, scale, limits, zeros=zeros, offset=offset)
@@ -243,7 +243,7 @@ def _unpack(qdata: Tensor, bits: int) -> Tensor:
 
 
 def _codes_of(octets: Tensor, bits: int) -> Tensor:
-    """Unpack as `_unpack` does, from bytes to float32, with ops that every exporter of PyTorch can write."""
+    """Unpack as `_unpack` does, from bytes to float32, by ops that every exporter of PyTorch can write."""
     if bits == 8:
         return octets.to(torch.float32)
     return nibbles_of(octets) if bits == 4 else codes_of_planes(octets, bits)
@@ -322,6 +322,7 @@ def _encode(groups: Tensor, scale: Tensor, zeros: Tensor, bits: int) -> Tensor:
     most = torch.finfo(scale.dtype).max
     if bool(scale.float().amax() < most / largest):
         return codes.clamp_(0, largest)
-    # A little less than the quotient, which is rounded.
+    # Codes beyond `reach` from the zero point would be dequantized to infinity. The factor below 1 makes up for the
+    # rounding of the quotient.
     reach = (most * (1 - 2**-20) * inverse).floor_().unsqueeze(-1)
     return codes.clamp_((zeros - reach).clamp_min_(0), (zeros + reach).clamp_max_(largest))

@@ -136,7 +136,11 @@ def as_bytes(stored: Tensor) -> Tensor:
 
 
 def add_by_halves(values: Tensor) -> Tensor:
-    """Sum over the first dimension, a power of two, by adding halves: always in this order. Overwrites the values."""
+    """Sum over the first dimension, a power of two, by adding halves. Overwrites the values.
+
+    The order of the additions is that of native/search.h. `sum` adds in an order that depends on the processor, and
+    then a tie between two scales could be decided in another way.
+    """
     while len(values) > 1:
         first, second = values.chunk(2)
         values = first.add_(second)

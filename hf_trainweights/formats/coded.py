@@ -43,7 +43,8 @@ _ROW_BITS = 4
 _SCALE_BITS = 6
 # Significant bits of the step that all rows share: one bit more would change the rate by .003.
 _STEP_BITS = 8
-# Bits of a weight's headers and Huffman tables in a file, and a bound for each element, which tiny weights need.
+# Bits of a weight's headers and Huffman tables in a file, and the most of them that count for an element: the headers
+# of a tiny weight take more than coarser codes could save.
 _HEADER_BITS, _MOST_HEADER_BITS_PER_WEIGHT = 2400, 0.02
 # A code of a Gaussian weight has log2(4.13 / step) bits, the step in standard deviations.
 _GAUSSIAN_BITS = 2.047
@@ -188,7 +189,7 @@ class _Columns(ColumnCodes):
     def again(self, file_bits: FileBits) -> bool:
         """Take lengths and step from these codes and return True; end after a few rounds or when the rate is met."""
         codes, tensors = self._codes.flatten(), {"qdata": self._codes.t().contiguous(), "scale": self._scale}
-        # The estimate bounds the rate of a tiny weight, whose header takes more than coarser codes could save.
+        # The estimate counts the header of a tiny weight only in part, see `_MOST_HEADER_BITS_PER_WEIGHT`.
         estimate = _file_bits(huffman_bits(codes) / len(codes)) + self._overhead
         rate = min(file_bits(tensors) / len(codes), estimate)
         distance = abs(rate - self._bits)

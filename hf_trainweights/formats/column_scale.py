@@ -57,9 +57,9 @@ class ColumnScaled(Wrapper):
     def inputs(self, x: Tensor, added: Tensor) -> Tensor:
         """Return an input times the column scales, rounded once.
 
-        In a 16-bit dtype this rounds the input. Together with the roundings of the inner product, the error stays below
-        1.5 times that of the dequantized product, whose weights are rounded likewise, plus half a step of the digits of
-        x (tests/kernels).
+        In a 16-bit dtype this is one rounding more. A product with the dequantized weight has it, too, in the weight.
+        The whole error stays below 1.5 times that of such a product, plus half a step of the integers to which a
+        compiled product rounds x (tests/kernels).
         """
         return (x * added.view(-1)).to(x.dtype)
 
@@ -117,7 +117,7 @@ class _Columns(ColumnCodes):
         return self._inner.encode(column, values / factor).mul_(factor)
 
     def again(self, file_bits: FileBits) -> bool:
-        """Return the inner format's answer; the bits in the file include the factors."""
+        """Return whether the inner format wants all columns once more; it is told a file size with the factors."""
         return self._inner.again(lambda tensors: file_bits({**tensors, COLUMN_SCALE: self._factors}))
 
     def tensors(self) -> dict[str, Tensor]:

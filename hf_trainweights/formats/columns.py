@@ -30,10 +30,16 @@ class ColumnCodes(ABC):
 
     @abstractmethod
     def encode(self, column: int, values: Tensor) -> Tensor:
-        """Choose codes for a column's values `[N]`, which stay unchanged; return the values of the codes."""
+        """Choose codes for a column's values `[N]`, a tensor that is not written to; return the values of the codes."""
 
     def again(self, file_bits: FileBits) -> bool:
-        """Return whether to choose all columns once more, because all codes together show how to choose better ones."""
+        """Return whether the caller has to begin once more with the first column.
+
+        A format asks for that if all codes together show it how to choose better ones, as for a size in the file.
+
+        Args:
+            file_bits: Measures the size of stored tensors.
+        """
         del file_bits
         return False
 

@@ -14,6 +14,7 @@ from hf_trainweights.native_library import load_library
 
 _LIBRARY = Path(__file__).parent / "native" / "search.so"
 _ABI = 1
+# The types of each function's result and arguments, in the letters of `load_library`.
 _FUNCTIONS = {
     "lay_side_by_side": "-pllpp",
     "search_uint": "-pllpppiffplpp",

@@ -2,6 +2,7 @@
 
 A weight `[*, N, K]` is a table of stored tensors. N is the last dimension but one of each, except of the tensors in
 `Format.shared_names`, which all rows share. Along K a stored tensor is cut in proportion, or every slice has all of it.
+A tensor in `Format.bit_packed` has codes of groups that do not begin at whole bytes: it is unpacked, cut and packed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from hf_trainweights.errors import QuantizationError
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.group_scales import pack_bits, unpack_bits
 
-# Rows of the small weight that shows how columns can be cut. Some formats cannot hold a weight of one row.
+# Rows of the small weight that shows whether columns can be cut. Some formats cannot hold a weight of one row.
 _PROVING_ROWS = 2
 
 
@@ -60,7 +61,7 @@ def can_cut_columns(form: Format, K: int, start: int, stop: int) -> bool:
     if form.fallback((_PROVING_ROWS, width)) != form or not _is_proportional(form, K, start, stop):
         return False
     if form.fallback(shape) != form:
-        # This format holds no weight of so few rows, so the sizes of its tensors must be proof enough.
+        # This format holds no weight of so few rows to try it with: the sizes of its tensors are proof enough.
         return True
     tensors = _some_tensors(form, shape)
     cut_tensors, cut_shape = _cut(form, tensors, shape, start, stop), (_PROVING_ROWS, width)

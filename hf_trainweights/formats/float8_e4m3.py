@@ -33,8 +33,8 @@ from hf_trainweights.formats.scale_codings import E4M3, SCALE_CODINGS, check_gro
 from hf_trainweights.formats.unpacked import Unpacked, constant
 
 LARGEST = 448
-# The sign bit and the seven bits of exponent and mantissa at their positions in float16. Read as float16, whose
-# exponents have a larger bias, they are 1/256 of the code's value.
+# The mask of a code's sign and of its seven bits of exponent and mantissa, where `_float16` puts them. Read as float16,
+# whose exponents have a larger bias, these bits are 1/256 of the code's value.
 _SIGN_AND_CODE = 0xBF80 - (1 << 16)
 _FLOAT16_OF_CODE = 256
 

@@ -68,7 +68,11 @@ def codes_of_planes(octets: Tensor, bits: int) -> Tensor:
 
 
 def _planes(bits: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (bits, first bit in a code and word in a group, codes in a byte, mask of their lowest) of each plane."""
+    """Yield for each plane its bits, its first bit in a code, its codes in a byte, and a mask of the lowest of these.
+
+    The first bit is also the number of the plane's first word among the words of 32 columns. The mask is for a word: it
+    has the lowest code of each of its four bytes.
+    """
     start = 0
     for plane in (4, 2, 1):
         if bits & plane:

@@ -16,8 +16,8 @@
 G is the number of groups of a row, and S = K // 256 its number of superblocks. Files have one `global_scale` and one
 `nested_offset` for a weight; here each row has them, so that rows of several weights can be put together.
 The bytes of `group_scale` are those of GGUF's blocks, in their order. Every product of a float16 number and a small
-integer is exact in float32. The ops are those that every exporter of PyTorch writes,
-and sizes are read by `size(-1)`: TorchScript records `shape[-1]` as the dimension that it is in its example.
+integer is exact in float32. All ops are such as every exporter of PyTorch can write. Sizes are read by `size(-1)`,
+because TorchScript records `shape[-1]` as the number that it is in its example.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SUPERBLOCK = 256
 OUTER_GROUPS = 256
 """The number of groups that share an outer scale in the coding `nested`."""
 
-# Codes lie in words of this many columns or more.
+# Groups are whole words: the codes of 8 columns or more share one.
 _GROUP_STEP = 8
 # The value of each byte as float8_e4m3fn and as an exponent.
 E4M3 = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
@@ -127,7 +127,11 @@ def outer_count(groups: int) -> int:
 
 
 def _nested_columns(groups: int, scale_dtype: torch.dtype) -> Columns:
-    """Return the tensors of bitsandbytes' nested scales: `phase` is the place of a row's first group in its run."""
+    """Return the tensors of bitsandbytes' nested scales, which are quantized themselves.
+
+    The scales of all groups of a weight are one run. 256 of them share an outer scale, also across rows, and `phase` is
+    the position of a row's first group among its 256.
+    """
     del scale_dtype
     return {
         "scale": (groups, torch.uint8),

@@ -93,6 +93,7 @@ class UInt(Format):
             groups, ends = side_by_side(values, self.group_size)
             scale = out["scale"][block].copy_(row_scale(self.grid, ends.view(2, len(values), -1), rows.dtype))
             inverse = reciprocal(scale).expand(-1, groups.shape[1] // len(values)).flatten()
+            # `steps` are the group scales in units of the row's scale, 1 to 16. Stored are 0 to 15.
             steps, zeros = search(self.grid, groups.mul_(inverse), ends.mul_(inverse))
             limit = torch.finfo(rows.dtype).max * inverse
             out["qdata"][block].copy_(encode_packed(self.grid, groups, steps, zeros, limit).view(len(values), -1))

@@ -1,6 +1,7 @@
 """The search for the group scale and zero point of each group in `uint`, 16 of each, and the codes for them.
 
-It looks for the smallest squared error. Tensors are `[group_size, n]`: each column is one of n groups.
+It looks for the smallest squared error. Tensors are `[group_size, n]`: each column is one of n groups. A group scale is
+a number from 1 to 16 here, a multiple of the row's scale; `uint` stores it less 1.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Unpacked:
-    """A weight as `(numbers - zeros) * factors * scale + offset`, all but the numbers for each group of a row.
+    """A weight as `(numbers - zeros) * factors * scale + offset`: one number for each code, the rest for each group.
 
     Args:
         codes: The unpacked codes, one for each weight, `[*, N, K]`, any dtype.

@@ -17,7 +17,7 @@ from hf_trainweights.formats.unpacked import Unpacked
 
 @dataclass(frozen=True)
 class Wrapper(Format):
-    """Another format with one more stored tensor, `[*, 1, K]`, that all rows share.
+    """Another format, the inner one, with one more stored tensor, `[*, 1, K]`, that all rows share.
 
     Args:
         inner: The format of the changed columns.

@@ -45,7 +45,8 @@ from hf_trainweights.models.saving.new_directories import copy_companions, new_d
 _KEYS = ("quantization_config", "compression_config")
 # MLX's key, whose description has no `quant_method`.
 _MLX_KEY = "quantization"
-# Older models of GPTQ, AWQ and ModelOpt have a file of their own for it, which may leave out this `quant_method`.
+# Older models of GPTQ, AWQ and ModelOpt describe it in a file of their own. If the file names no `quant_method`, the
+# method is the value here.
 _DESCRIPTIONS = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",

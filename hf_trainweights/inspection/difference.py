@@ -234,7 +234,8 @@ def in_single_values(tensor: Tensor) -> Tensor:
 def difference_of(a: Tensor, b: Tensor) -> Difference:
     """Return the difference of two tensors of the same shape, which must not be empty.
 
-    All errors of weights are sums of these. For a quantized weight, pass the values of its `dequantize()`.
+    For a quantized weight, pass the values of its `dequantize()`. A large weight is compared in pieces, and its
+    difference is the sum of theirs.
     """
     a, b = _as_float64(a), _as_float64(b)
     # Infinities and NaN at the same position are no difference, but subtracting them would give NaN.

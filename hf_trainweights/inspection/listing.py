@@ -113,7 +113,8 @@ def _read(file: Path, part_name: str) -> dict[str, StoredTensor]:
     format_suffixes = (FORMAT_SUFFIX, *CODED_SUFFIXES)
     formats = [key for key in tensors if (parse_stored_name(key) or ("", ""))[1] in format_suffixes]
     if any(tensors[key].tensor.is_meta for key in formats):
-        # In an encoded file of quantized weights, the values of these tensors tell how to read the other tensors.
+        # The file of a compressed checkpoint was not decoded. If it holds quantized weights, the values of these
+        # tensors are needed: they tell the format of each weight.
         stored = read_part([file], part_name)
         tensors |= {key: stored[key] for key in formats}
     return tensors
@@ -148,13 +149,14 @@ def fold_weights(
     """Yield tensors, with the stored tensors of each quantized weight combined into one, at the position of the first.
 
     `default` is the format in the configuration. If it is None, stored tensors stay separate. If `values` is false,
-    coded weights are on the meta device and are not decoded.
+    entropy-coded weights are on the meta device and are not decoded.
     """
     groups = group_stored(tensors) if default else {}
     weights = set(groups)
     for key, stored in tensors.items():
         parsed = parse_stored_name(key)
-        # Notices and guards hold no weights.
+        # Two kinds of one-byte tensors hold no weight (`tensor/guards.py`). A guard has the plain name of a quantized
+        # weight, so that a loader without this package fails at it; the notice names the package to import.
         if default is not None and (is_notice(key) or (key in weights and is_guard(stored.tensor))):
             continue
         if parsed is None or default is None:

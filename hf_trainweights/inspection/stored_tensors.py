@@ -1,5 +1,9 @@
 """Reads the names, values and sizes on disk of the tensors in a checkpoint or in one of its files.
 
+A checkpoint has two parts, `weights` and `optimizer`. A part lies in files of safetensors or torch.save, in a DCP
+directory, which torch.distributed.checkpoint wrote, or in files of DeepSpeed. Any of these may be encoded: compressed
+by this package.
+
 torch.load can read a pickle of protocol 3 or later, as `torch.save(..., pickle_protocol=4)` writes it, only by running
 it. This module reads names, shapes and dtypes of such a pickle and executes nothing in it: each name in the pickle
 stands for one of the few functions here, which make tensors without values, or for an object that does nothing.
@@ -110,7 +114,11 @@ def _find_sharded(path: Path) -> dict[str, list[Path]]:
 
 
 def _find_zero(path: Path) -> dict[str, list[Path]]:
-    """Return the files of DeepSpeed. Under ZeRO 3 only those of the optimizer have weights, in float32."""
+    """Return the files of DeepSpeed, which writes each save into a directory that it calls a tag.
+
+    The weights are in model files without the rank of a process, `mp_rank_00_model_states.pt`. Under ZeRO 3 there are
+    none: model files name a rank and hold no weights, and the files of the optimizer hold the weights in float32.
+    """
     tags = [TagFiles(tag) for tag in tag_directories(path)][:1]
     models = [tag.directory / name for tag in tags for name, (rank, _) in tag.models.items() if rank is None]
     states = [tag.directory / name for tag in tags for name in tag.states]
@@ -183,6 +191,7 @@ def _read(file: Path, values: bool) -> Iterator[tuple[str, Tensor, int | None]]:
         tree, _ = _list_newer_pickle(file)
         yield from ((path, leaf, _bytes_of(leaf)) for path, leaf in _leaves_of(file, tree))
         return
+    # Weights may be stored as differences from an anchor, another file of the run, which lies beside them.
     register_anchor_directory(file.parent)
     if not is_encoded(file):
         yield from ((path, leaf, _bytes_of(leaf)) for path, leaf in _leaves_of(file, load_file(file, mmap=True)))
@@ -199,19 +208,20 @@ def _read_zero(file: Path, values: bool) -> Iterator[tuple[str, Tensor, int | No
     The name of a partition begins with that of its file, because all ranks give theirs the same names.
     """
     register_anchor_directory(file.parent)
-    tree, is_small = load_states(file, map_location="cpu" if values else "meta"), is_encoded(file)
+    tree, has_report = load_states(file, map_location="cpu" if values else "meta"), is_encoded(file)
     if file.name.endswith(_MODEL_ENDING):
         tree = tree.get("module", {}) if isinstance(tree, dict) else {}
         prefix, start = "", "module."
     else:
         prefix, start = f"{file.name}: ", ""
-    stored_bytes = _reported_bytes(file) if is_small else {}
+    # Only the manifest knows the bytes of tensors in an encoded file.
+    stored_bytes = _reported_bytes(file) if has_report else {}
     for path, tensor in _leaves_of(file, tree):
         own = f"{start}{path}"
         # A tensor that consists of several pieces has a row for each of them.
         pieces = [size for row, size in stored_bytes.items() if row == own or row.startswith(f"{own}.")]
-        small_bytes = sum(pieces) if stored_bytes else None
-        yield f"{prefix}{path}", tensor, small_bytes if is_small else _bytes_of(tensor)
+        encoded_bytes = sum(pieces) if stored_bytes else None
+        yield f"{prefix}{path}", tensor, encoded_bytes if has_report else _bytes_of(tensor)
 
 
 def _bytes_of(tensor: Tensor) -> int | None:
@@ -267,6 +277,7 @@ def unsafe_calls(file: Path) -> tuple[str, ...]:
         _, calls = _list_newer_pickle(file)
         return calls
     is_of_deepspeed = file.name.endswith((_MODEL_ENDING, _STATES_ENDING))
+    # Classes of DeepSpeed do not count: `load_states` puts stand-ins in their place, which run none of its code.
     try:
         with open_pickle(file), torch.serialization.safe_globals(stand_ins() if is_of_deepspeed else []):
             return tuple(sorted(get_unsafe_globals_in_checkpoint(file)))
@@ -298,7 +309,7 @@ def _list_newer_pickle(file: Path) -> tuple[Any, tuple[str, ...]]:
 
 
 class _Inert:
-    """Stands for every function and class that is not called; accepts all that a pickle can do to an object."""
+    """Stands in a pickle for every function and class that is not to run: its calls and methods do nothing."""
 
     def __init__(self, *arguments: object):
         pass

@@ -44,6 +44,7 @@ def verify_model(path: str | os.PathLike[str]) -> ModelReport:
     problems: dict[str, str] = {}
     unchecked = ""
     for name in report.files:
+        # An entry point is a file that loaders open first: a single file of weights, or an index of shards.
         if entry_point_rank(name) is not None:
             try:
                 problem = _problem(report.path, name)

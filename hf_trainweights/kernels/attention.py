@@ -12,7 +12,7 @@ from hf_trainweights.kernels.compiled import DTYPES, SCRATCH
 from hf_trainweights.kernels.thresholds import THRESHOLDS
 from hf_trainweights.kernels.tokens import StoredTokens
 
-# Multiplications from which on a second thread pays: it takes some microseconds to wake.
+# From so many multiplications on a second thread saves time: waking it takes some microseconds.
 _THREADED = THRESHOLDS["THREADED"]
 # As in native/attention.c.
 _NO_MASK, _BOOL_MASK, _FLOAT_MASK = range(3)
@@ -50,7 +50,7 @@ def attend(
             a row attend to a token, and floats are added to the scores.
 
     Returns:
-        `[batch, query heads, rows, value columns]` in the dtype of the query; None where nothing is compiled for it. A
+        `[batch, query heads, rows, value columns]` in the dtype of the query; None if no function is compiled for it. A
         row that may attend to no token is 0.
     """
     library = compiled.loaded_library()

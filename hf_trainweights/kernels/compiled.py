@@ -1,9 +1,10 @@
 """Products on a CPU by the C functions of `native/`, which the installation compiled if it could.
 
-They multiply float32, bfloat16 and float16 activations with the codes of weights as they are stored. There is one
-library for CPUs with AMX, one for AVX512_VNNI with AVX512_BF16 and one without, one for AVX-VNNI, one for AVX2, and one
-for ARM CPUs whose NEON multiplies bytes. The package works without them: if there was no C compiler at installation, or
-no library fits the CPU, `find` returns None and PyTorch's ops compute every product.
+They multiply float32, bfloat16 and float16 activations with the codes of weights as they are stored. The same sources
+are compiled for several instruction sets. A library is the result for one of them: there is one for CPUs with AMX, one
+for AVX512_VNNI with AVX512_BF16 and one without, one for AVX-VNNI, one for AVX2, and one for ARM CPUs whose NEON
+multiplies bytes. The package works without them: if there was no C compiler at installation, or no library fits the
+CPU, `find` returns None and PyTorch's ops compute every product.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ _logger = logging.getLogger(__name__)
 _NATIVE = Path(__file__).parent / "native"
 # The version of `Weight` and the functions' arguments, as in native/product.h; only a library of this version is used.
 ABI = 5
+# The types of each function's result and arguments, in the letters of `load_library`.
 _FUNCTIONS = {
     "product_bytes": "lpli",
     "product": "-pppppplipppppp",
@@ -64,10 +66,10 @@ FORMATS = (Int8, Int4, Float8E4M3, UInt, Codebook4, Affine, Table4)
 
 # Sums of products of two bytes fit 32 bits up to this K.
 _MOST_COLUMNS = 1 << 16
-# Multiplications from which on a second thread pays: it takes some microseconds to wake.
+# From so many multiplications on a second thread saves time: waking it takes some microseconds.
 _THREADED = THRESHOLDS["THREADED"]
 
-# For so many pairs of a number of rows and a number of threads the size of scratch memory is remembered.
+# A product remembers the size of its scratch memory for so many pairs of a number of rows and a number of threads.
 _SIZES = 256
 
 # The stored tensors beside codes and scales, in the order of `tensor_names`: group scales and zero points of a uint
@@ -81,8 +83,10 @@ _CODES = ("bits", "code_units", "zero_units", "codebook")
 # Behind them, for formats of other programs.
 _NUMBERS = ("family", "coding", "offset", "zero_bits", "rounds_each", "outer_count")
 # As in native/product.h.
+_AFFINE, _TABLE4, _FLOAT8_GROUPS = 1, 2, 3
 _CODINGS = ("plain", "e8m0", "e4m3", "e4m3_divided", "nested", "k4", "k2", "k3", "k6", "iq4_xs")
 _OFFSETS = ("none", "zero_point", "zero_point_minus_1", "float_zero_point", "bias")
+# The offset of codings that store minima, which is no option of the format.
 _MINIMA = len(_OFFSETS)
 
 
@@ -220,6 +224,7 @@ def find(form: Format, N: int, K: int, dtype: torch.dtype, scale_dtype: torch.dt
     """Return the function for products with weights `[N, K]` of a format; None if the library has none."""
     library, size = loaded_library(), getattr(form, "group_size", None) or 0
     numbers = _numbers(form, K) if serves(form) else ()
+    # product.h has loops for these group sizes; formats of other programs have loops for any.
     fits = serves(form) and (bool(numbers) or size in (0, 4, 8, 16, 32) or size % 64 == 0)
     if library is None or not fits or dtype not in DTYPES:
         return None
@@ -227,6 +232,7 @@ def find(form: Format, N: int, K: int, dtype: torch.dtype, scale_dtype: torch.dt
         return None
     if not 0 < K <= _MOST_COLUMNS or N == 0 or (numbers and K % form.column_step):
         return None
+    # The bytes of the integer that stands for an element of x (product.h).
     digits = 1 if is_rounding(form) else 3 if dtype == torch.float32 else 2
     described = *_codes(form), *numbers
     weight = Weight(N, K, size, DTYPES[dtype], DTYPES.get(scale_dtype, 0), digits, *described)
@@ -248,9 +254,9 @@ def _numbers(form: Format, K: int) -> tuple[int, ...]:
     if isinstance(form, Affine):
         offset = _MINIMA if form.coding.has_minima else _OFFSETS.index(form.offset)
         zero_bits = form.bits if form.bit_packed else 8
-        return 1, _CODINGS.index(form.scales), offset, zero_bits, int(form.rounding == "each"), 0
+        return _AFFINE, _CODINGS.index(form.scales), offset, zero_bits, int(form.rounding == "each"), 0
     if isinstance(form, Table4):
-        return 2, _CODINGS.index(form.scales), 0, 0, 0, outer_count(K // form.group_size)
+        return _TABLE4, _CODINGS.index(form.scales), 0, 0, 0, outer_count(K // form.group_size)
     if isinstance(form, Float8E4M3) and (form.group_size or form.scales != "plain"):
-        return 3, _CODINGS.index(form.scales), 0, 0, 0, 0
+        return _FLOAT8_GROUPS, _CODINGS.index(form.scales), 0, 0, 0, 0
     return ()

@@ -1,6 +1,11 @@
 """The instructions of this CPU, and up to how many rows of x a compiled product is the fastest there.
 
-thresholds.json has the numbers, and how they were measured.
+A library is the C of `native/` compiled for one instruction set, and has its name (`compiled.instructions`). It
+multiplies few rows of x in one way and many rows in another: it copies these rows into a *panel*, in the order in which
+vectors, or the *tiles* of AMX, take them, and multiplies the panel with one block of rows of the weight after the
+other. A product by panels is faster than PyTorch's for any number of rows. But not every library has panels for every
+format and dtype, and then PyTorch is faster from some number of rows on. The functions below know the cases, which
+native/tiles/ways.c decides. thresholds.json has the numbers, and how they were measured.
 """
 
 from __future__ import annotations
@@ -24,7 +29,8 @@ from hf_trainweights.formats.table4 import Table4
 from hf_trainweights.formats.uint import UInt
 from hf_trainweights.kernels.thresholds import THRESHOLDS
 
-# By instruction: oneDNN uses it under the limits whose names contain one of these texts.
+# The user may limit oneDNN to an instruction set. For each instruction: it is allowed if the name of the limit contains
+# one of these texts.
 _ALLOWED = {
     "amx_bf16": ("AMX",),
     "amx_fp16": ("AMX_FP16",),
@@ -36,7 +42,7 @@ _ALLOWED = {
 }
 
 _CPUINFO = Path("/proc/cpuinfo")
-# From the names of Linux to PyTorch's, as far as they differ.
+# Maps names of Linux to PyTorch's, as far as they differ.
 _FLAGS = {
     **{f"avx512{extension}": f"avx512_{extension}" for extension in ("f", "bw", "vl", "dq")},
     "fma": "fma3",
@@ -45,9 +51,10 @@ _FLAGS = {
 
 ALL = sys.maxsize
 
-# The libraries whose panels of float32 read every format.
+# The libraries that have panels for every format, in which x and the weight are float32.
 _LIBRARIES_OF_ANY_FORMAT = ("avx2", "avx_vnni")
-# The tiles of AMX also serve PyTorch's attention; AVX-VNNI and NEON were not measured.
+# The libraries whose attention is the fastest for any number of rows. PyTorch's attention is fast by AMX, too; AVX-VNNI
+# and NEON were not measured.
 _LIBRARIES_OF_ANY_ATTENTION = ("avx512", "avx512_bf16")
 
 
@@ -59,7 +66,8 @@ def capabilities() -> dict[str, Any]:
     if limit not in ("ALL", "DEFAULT"):
         for name, limits in _ALLOWED.items():
             features[name] = bool(features.get(name)) and any(text in limit for text in limits)
-    # Intel multiplies four times as many bytes in the time of one vector of bfloat16, AMD twice as many.
+    # Bytes are twice as fast as bfloat16 on AMD's CPUs and four times as fast on Intel's, so that Intel's multiply as
+    # bytes although they have the instruction for bfloat16.
     is_intel = str(features.get("cpu_name", "")).startswith("Intel")
     features["fast_avx512_bf16"] = bool(features.get("avx512_bf16")) and not is_intel
     return features
@@ -93,7 +101,11 @@ def product_dtype(dtype: torch.dtype, M: int) -> torch.dtype:
 
 
 def most_rows(form: Format, dtype: torch.dtype, library: str) -> int:
-    """Return up to how many rows of x a library's product with a weight is the fastest; `ALL` for any number."""
+    """Return up to how many rows of x a library's product with a weight is the fastest; `ALL` for any number.
+
+    The library competes with PyTorch's product of many rows, for which the weight is dequantized first.
+    """
+    # Whether PyTorch multiplies in the dtype itself. If not, it multiplies in float32, which takes longer.
     is_fast = product_dtype(dtype, THRESHOLDS["SHORT_ROWS"] + 1) == dtype
     if is_imported(form):
         in_floats = dtype == torch.float32 or not is_fast
@@ -117,7 +129,7 @@ def most_attention_rows(library: str) -> int:
 
 
 def _takes_panels(form: Format, dtype: torch.dtype, library: str) -> bool:
-    """Return whether products of many rows of a 16-bit x take panels, as `way_of` of native/tiles/ways.c decides."""
+    """Return whether a library has panels for a format and a 16-bit x, as `way_of` of native/tiles/ways.c decides."""
     group_size = getattr(form, "group_size", None) or 0
     if library in ("amx", "avx512_bf16") and dtype == torch.bfloat16:
         return isinstance(form, UInt) or group_size % 32 == 0
@@ -125,7 +137,7 @@ def _takes_panels(form: Format, dtype: torch.dtype, library: str) -> bool:
 
 
 def _takes_imported_panels(form: Format, dtype: torch.dtype, library: str, in_floats: bool) -> bool:
-    """Return whether many rows take panels with a format of other programs, as native/tiles/ways.c decides."""
+    """Return whether a library has panels for a format of other programs, as native/tiles/ways.c decides."""
     in_bfloat16 = library in ("amx", "avx512_bf16") and dtype == torch.bfloat16
     in_vectors = library in ("avx512", "avx512_bf16") and in_floats
     return (getattr(form, "group_size", None) or 0) % 16 == 0 and (in_bfloat16 or in_vectors)

@@ -1,4 +1,4 @@
-"""Products with quantized weights on NVIDIA GPUs: kernels read the codes of few rows of x, and dequantize for many.
+"""Products with quantized weights on NVIDIA GPUs: kernels read the codes for few rows of x, and dequantize for many.
 
 `gpu_tables` says which kernel is the fastest. Before a kernel is used for the first time on a device, its results with
 small weights there are compared with exact ones. If they differ, a warning says so and the next kernel serves, or at
@@ -45,7 +45,7 @@ DEQUANTIZED_ELEMENTS = 1 << 26
 
 # A weight keeps so many products for different numbers of rows, and a process so many rules for kinds of products.
 _KEPT_RUNS, _KEPT_RULES = 64, 4096
-# Of the address of codes, the kernels look at its place among so many bytes.
+# Kernels load so many bytes at once, so they depend on the remainder of the codes' address by this number.
 _LOAD_BYTES = 16
 
 # The most that a product in float32 may be off, relative to its norm. In 16 bits it is the unit of the dtype.
@@ -53,7 +53,10 @@ _FLOAT32_ERROR = 1e-6
 
 
 class Case(NamedTuple):
-    """A way to a product, its tile, its device and its inputs: M rows of x, and a weight or some experts."""
+    """A product whose kernel is checked: its way (a key of `_MAKE`), tile, rows M of x, dtypes, device and format.
+
+    `experts` is the number of experts that the rows are for, 0 for the product with one weight.
+    """
 
     way: str
     tile: tuple[tuple[str, int], ...]
@@ -72,7 +75,8 @@ _LANE_COLUMNS = 32
 
 _DEQUANTIZE = Rule("dequantize", {})
 
-# By way, a magnitude: x of smaller integers is exact in the codes that it is rounded to, if the largest is this one.
+# Some ways round x to codes. The check gives them an x of integers that this rounding leaves unchanged: the largest in
+# each row is this one.
 _LARGEST_CODE = {"integers": 127, "float8": 14}
 
 # The results of `_check`.
@@ -80,7 +84,7 @@ _CHECKED: dict[Case, bool] = {}
 # The rules for products that ops of compiled programs have asked for.
 _CHOSEN: dict[Any, Rule] = {}
 
-# From a weight, M, the dtype of x and a tile to the product; `dequantize` to the float weight.
+# Each function takes a weight, M, the dtype of x and a tile, and returns the product; `dequantize` the float weight.
 _MAKE: dict[str, Callable[[Stored, int, torch.dtype, Mapping[str, int]], Any]] = {
     "few_rows": lambda weight, M, dtype, tile: few_rows.multiply(weight.tensors, weight.form, weight.K, dtype, tile),
     "row": triton_launch.multiply_row,
@@ -150,7 +154,7 @@ def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, form: 
 
 
 def _keep(kept: dict[Any, Any], key: Any, value: Any, most: int) -> None:
-    """Keep what was found, unless a graph is captured: nothing is checked then, so a later call may find better."""
+    """Keep a value, unless a CUDA graph is captured: no kernel is checked then, so a later call may find a better."""
     if key not in kept and not torch.cuda.is_current_stream_capturing():
         if len(kept) >= most:
             kept.clear()
@@ -257,7 +261,7 @@ def multiply_experts(x: Tensor, tensors: Mapping[str, Tensor], form: Format, end
         x: `[M, K]`, contiguous.
         tensors: The stored tensors of experts `[E, N, K]` for which `serves_experts`.
         form: Their format.
-        ends: Int32 `[E]`: expert e multiplies the rows before `ends[e]`. The host does not read it.
+        ends: Int32 `[E]`: expert e multiplies the rows before `ends[e]`. The CPU does not read it, so it does not wait.
     """
     weight = Stored(tensors, form, x.shape[-1])
     if not few_rows.reads(tensors) or ends.dtype != torch.int32 or x.numel() == 0 or tensors["scale"].numel() == 0:

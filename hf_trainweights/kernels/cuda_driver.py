@@ -207,7 +207,8 @@ def nvrtc() -> ctypes.CDLL:
 @functools.cache
 def driver() -> ctypes.CDLL:
     """Return the driver's library; UnsupportedError: it is not there."""
-    # PyDLL keeps Python's lock. Its functions return at once, and to take the lock again may take a turn of others.
+    # PyDLL keeps Python's lock during a call. The driver's functions return at once, and a thread that gives the lock
+    # away may have to wait for another thread until it gets it back.
     return _open(ctypes.PyDLL, ["nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"], _DRIVER, "CUDA's driver")
 
 

@@ -1,7 +1,7 @@
 """Products of rows of x with their experts, as an op on plain tensors, so that compilers keep it as one.
 
-On a GPU one launch multiplies all rows, and the host does not learn how many rows each expert has. Elsewhere expert by
-expert is multiplied.
+On a GPU one launch multiplies all rows, and the CPU does not wait to learn how many rows each expert has. Elsewhere one
+expert after the other is multiplied.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def multiply_experts(x: Tensor, tensors: Mapping[str, Tensor], form: Format, end
 
 
 def serves(form: Format, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> bool:
-    """Return whether the op is for a device: on a GPU only where it does not wait for the host."""
+    """Return whether the op is the way to multiply on a device: on a GPU only if the CPU need not wait for it."""
     device = tensors["qdata"].device.type
     return device == "cpu" or (device == "cuda" and cuda.serves_experts(form, tensors, dtype))
 

@@ -1,7 +1,7 @@
 """Products of few rows of x with stored weights on NVIDIA GPUs, by `cuda_native/few_rows.cu`.
 
 The kernel reads the codes and the scales of most formats as they are stored. One launch multiplies all rows of x with
-their experts, too, and the host need not know how many rows each expert has.
+their experts, too, and the CPU need not know how many rows each expert has.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ MOST_ROWS = 16
 
 # Tensor cores of GPUs that the kernel is for take both.
 _DTYPES = (torch.bfloat16, torch.float16)
-# As in weights.cuh.
+# The values of macros, as in weights.cuh.
 _INTEGERS, _FLOAT8, _TABLE = range(3)
 _PLAIN, _FLOAT32 = range(2)
 _CODINGS = {"e8m0": 2, "e4m3": 3, "e4m3_divided": 4, "nested": 5, "k4": 6, "iq4_xs": 7}
 _OFFSETS = {"zero_point": 1, "zero_point_minus_1": 2, "float_zero_point": 4, "bias": 5}
 _ROW_ZERO_POINT, _MINIMUM = 3, 6
 _NO_OFFSET = 0
-# Groups of this many columns or more, of either number of bits.
+# The kernel reads groups of this many columns or more, for codes of 4 and of 8 bits.
 _LEAST_GROUP = 8
 
 # Bytes of a row that a lane loads at once; rows of codes and x begin at multiples of it.

@@ -96,7 +96,7 @@ def rules_for(capability: tuple[int, int], bits: int, groups: bool, M: int, N: i
         N: Rows of the weight.
     """
     rules = [rule for rule in (*_measured(capability), *DEFAULT) if rule.fits(bits, groups, M, N)]
-    # Whether x is rounded is up to the format, not to the order in a file.
+    # Rules that round x hold only for formats that ask for it (`cuda._takes`), and then no other rule may come first.
     return sorted(rules, key=lambda rule: rule.way not in _ROUNDING)
 
 

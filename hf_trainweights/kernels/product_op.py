@@ -1,8 +1,9 @@
-"""The ops by which compiled programs multiply on a CPU: PyTorch's dispatcher calls C, and no line of Python runs.
+"""The ops by which programs of torch.compile multiply on a CPU: PyTorch's dispatcher calls C, and no Python runs.
 
-`native/op.c` has three: `bare_product` takes codes and scales, `product` takes a bias and two more stored tensors, and
-`imported_product` serves formats of other programs. PyTorch exports the functions that they need from version 2.8 on.
-If they are not compiled, the op `hf_trainweights::linear` serves, which runs in Python.
+A program is the graph of ops that torch.compile makes of a model's code. `native/op.c` has three such ops:
+`bare_product` takes codes and scales, `product` takes a bias and two more stored tensors, and `imported_product` serves
+formats of other programs. PyTorch exports the functions that they need from version 2.8 on. If they are not compiled,
+the op `hf_trainweights::linear` serves, which runs in Python.
 """
 
 from __future__ import annotations

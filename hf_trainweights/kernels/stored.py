@@ -46,7 +46,8 @@ _DEQUANTIZED_FIRST = ", so each product dequantizes them first and takes longer 
 # weight of 32 MB would be mapped, page by page, and given back at every product.
 _BLOCK_ELEMENTS = 1 << 20
 _BLOCK_ROWS = THRESHOLDS["DEQUANTIZED_ROWS"]
-# If x has so many times as many columns as rows, the weight is the left matrix: PyTorch does not reorder it then.
+# If x has so many times as many columns as rows, the weight is the left matrix, because PyTorch copies a right one into
+# another order first.
 _COLUMNS_OF_ROW = THRESHOLDS["COLUMNS_OF_ROW"]
 
 

@@ -1,8 +1,8 @@
 """The constants by which the kernels choose between their ways, from thresholds.json.
 
 Python reads the section `python` of that file. hatch_build.py writes native/thresholds.h from the section `native`, and
-`python -m benchmarks.tables` writes docs/measured/thresholds.md from both. `meaning` is a sentence, and `measured` has
-the figures behind a value.
+`python -m benchmarks.tables` writes docs/measured/thresholds.md from both. Each constant has three fields: its `value`,
+its `meaning` in a sentence, and as `measured` the figures behind the value.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _GROUP_COLUMNS = 32
 # As in native/product.h: a smaller largest magnitude counts as this one.
 _SMALLEST_TOP = 2.0**-103
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**126
-# Numbers from which on a second thread pays.
+# From so many numbers on a second thread saves time.
 _THREADED = 1 << 16
 
 
@@ -116,6 +116,7 @@ class StoredTokens:
         if block < end:
             start = first - block * BLOCK_TOKENS
             codes = unpack(self.codes[:, :, block : block + 1], self.form)
+            # These codes are packed as bytes of 0, which `empty` fills blocks with.
             codes[:, :, start:] = -8 if self.form.bits == 4 else 0
             self.codes[:, :, block : block + 1] = pack(codes, self.form)
             self.codes[:, :, block + 1 : end] = 0

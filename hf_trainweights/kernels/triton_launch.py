@@ -127,7 +127,7 @@ def _launcher(
 
 @functools.cache
 def _kernels() -> Any:
-    # Imported by name, because the types of Triton's functions depend on whether it is installed.
+    # Imported as Any, so that type checkers judge this module alike whether Triton is installed or not.
     return importlib.import_module("hf_trainweights.kernels.triton_products")
 
 
@@ -143,10 +143,10 @@ def multiply_integers(weight: Stored, M: int, dtype: torch.dtype, tile: Mapping[
 
     def run(x: Tensor, bias: Tensor | None) -> Tensor:
         M, out = x.numel() // K, x.new_empty(*x.shape[:-1], N)
-        codes, tops = x.new_empty(M, K, dtype=torch.int8), x.new_empty(M, dtype=torch.float32)
-        kernels.round_rows[(M,)](x, codes, tops, K, _SMALLEST_TOP, _LARGEST_INTEGER, **_ELEMENTS)
+        codes, row_factors = x.new_empty(M, K, dtype=torch.int8), x.new_empty(M, dtype=torch.float32)
+        kernels.round_rows[(M,)](x, codes, row_factors, K, _SMALLEST_TOP, _LARGEST_INTEGER, **_ELEMENTS)
         programs = -(-M // tile["BLOCK_M"]) * -(-N // tile["BLOCK_N"])
-        kernels.multiply_codes[(programs,)](codes, tops, qdata, scale, bias, out, M, N, K, row_stride, **tile)
+        kernels.multiply_codes[(programs,)](codes, row_factors, qdata, scale, bias, out, M, N, K, row_stride, **tile)
         return out
 
     return run
@@ -163,9 +163,9 @@ def multiply_float8(weight: Stored, M: int, dtype: torch.dtype, tile: Mapping[st
 
     def run(x: Tensor, bias: Tensor | None) -> Tensor:
         M, K = x.numel() // x.shape[-1], x.shape[-1]
-        codes, tops = x.new_empty(M, K, dtype=torch.float8_e4m3fn), x.new_empty(M, 1, dtype=torch.float32)
-        kernels.round_rows[(M,)](x, codes, tops, K, _SMALLEST_TOP, LARGEST, **_ELEMENTS)
-        product = torch.ops.aten._scaled_mm(codes, codes_of_weight, tops, scale, bias, out_dtype=dtype)
+        codes, row_factors = x.new_empty(M, K, dtype=torch.float8_e4m3fn), x.new_empty(M, 1, dtype=torch.float32)
+        kernels.round_rows[(M,)](x, codes, row_factors, K, _SMALLEST_TOP, LARGEST, **_ELEMENTS)
+        product = torch.ops.aten._scaled_mm(codes, codes_of_weight, row_factors, scale, bias, out_dtype=dtype)
         return product.view(*x.shape[:-1], -1)
 
     return run

@@ -274,8 +274,8 @@ def dequantize_tiles(
 
 
 @triton.jit
-def round_rows(x, codes, tops, K, smallest, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
-    """Write a row of x `[M, K]` as int8 or float8 codes up to LARGEST, and the row's factor to `tops`.
+def round_rows(x, codes, row_factors, K, smallest, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+    """Write a row of x `[M, K]` as int8 or float8 codes up to LARGEST, and the row's factor to `row_factors`.
 
     The factor is the largest magnitude divided by LARGEST, or NaN if an element is not finite.
     """
@@ -288,7 +288,7 @@ def round_rows(x, codes, tops, K, smallest, LARGEST: tl.constexpr, BLOCK: tl.con
         top = tl.maximum(top, tl.max(tl.abs(values), axis=0))
         not_finite += tl.sum(values * 0.0, axis=0)
     factor = tl.maximum(top, smallest) * (1 / LARGEST) + not_finite
-    tl.store(tops + row, factor)
+    tl.store(row_factors + row, factor)
     for start in range(0, K, BLOCK):
         k = start + tl.arange(0, BLOCK)
         values = tl.div_rn(tl.load(x + row * K + k, mask=k < K, other=0).to(tl.float32), factor)
@@ -301,7 +301,7 @@ def round_rows(x, codes, tops, K, smallest, LARGEST: tl.constexpr, BLOCK: tl.con
 @triton.jit(do_not_specialize=["M"])
 def multiply_codes(
     codes,
-    tops,
+    row_factors,
     qdata,
     scale,
     bias,
@@ -336,7 +336,7 @@ def multiply_codes(
         sums = tl.dot(left, tl.load(rights, mask=fits[:, None], other=0), sums, out_dtype=tl.int32)
         lefts += BLOCK_K
         rights += BLOCK_K
-    result = sums.to(tl.float32) * tl.load(tops + m, mask=m < M, other=0)[:, None]
+    result = sums.to(tl.float32) * tl.load(row_factors + m, mask=m < M, other=0)[:, None]
     result *= tl.load(scale + n, mask=n < N, other=0).to(tl.float32)[None, :]
     if bias is not None:
         result += tl.load(bias + n, mask=n < N, other=0).to(tl.float32)[None, :]

@@ -202,7 +202,10 @@ def dequantize_(module: nn.Module, dtype: torch.dtype | None = None) -> None:
 
 
 def settle(model: PreTrainedModel) -> bool:
-    """Make a model a quantized or a float model, as its weights are; return True if it was made a quantized one."""
+    """Make a model a quantized or a float model for Transformers, whichever its weights are.
+
+    Weights may have been exchanged since the load. Return True if the model was made a quantized one.
+    """
     forget_if_float(model)
     return adopt(model)
 

@@ -94,6 +94,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         # The gain of calibration, if the codes have just been chosen with texts.
         self.calibrated: Calibrated | None = None
         self._summary: Summary | None = None
+        # While ranks load a quantized model: the hook by which each rank reads whole weights, to cut them itself.
         self._whole_reads: RemovableHandle | None = None
         # The model while it is loaded: Transformers up to 5.20 does not pass it to `update_weight_conversions`.
         self._skeleton: PreTrainedModel | None = None

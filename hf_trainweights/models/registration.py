@@ -50,7 +50,15 @@ _METHODS = ("save_pretrained", "push_to_hub", "get_memory_footprint", "resize_to
 def register(
     quantizer: type, adopt: Callable[[PreTrainedModel], bool], callable_by_files: Iterable[Callable[..., Any]]
 ) -> None:
-    """Register the quantizer with Transformers, and with torch the functions that files may call; once is enough."""
+    """Register the quantizer with Transformers, and with torch the functions that files may call; once is enough.
+
+    `torch.load(weights_only=True)` calls no function that a file names but those in torch's list of safe globals.
+
+    Args:
+        quantizer: The class that Transformers makes for the quantization method of this package.
+        adopt: Called with a model before each of `_METHODS`; it makes the model a quantized one if its weights are.
+        callable_by_files: The functions that join torch's list.
+    """
     # Transformers refuses a second registration, as after a reload of the package, with a ValueError.
     with contextlib.suppress(ValueError):
         register_quantization_config(QUANT_METHOD)(TrainWeightsConfig)

@@ -55,13 +55,13 @@ def measure_error(weight: Tensor, reference: Tensor, inputs: Tensor | None = Non
         return None
     if not weight.numel():
         return Error(math.inf, 0.0 if weight.dim() > 1 else None)
-    turned = isinstance(weight, QuantizedTensor) and weight.transposed
+    transposed = isinstance(weight, QuantizedTensor) and weight.transposed
     error, output, difference = Difference(""), 0.0, 0.0
-    K = _rows_last(weight, turned).shape[-1]
+    K = _as_stored(weight, transposed).shape[-1]
     generator = torch.Generator().manual_seed(_SEED)
     x = torch.randn(_INPUTS, K, dtype=torch.float32, generator=generator) if inputs is None else inputs
     has_output = weight.dim() > 1 and x.shape[-1] == K
-    for a, b in zip(_float_blocks(weight, turned), _float_blocks(reference, turned), strict=True):
+    for a, b in zip(_float_blocks(weight, transposed), _float_blocks(reference, transposed), strict=True):
         error += difference_of(b, a)
         if has_output:
             output, difference = output + _squares(x @ b.T), difference + _squares(x @ (a - b).T)
@@ -72,7 +72,7 @@ def measure_error(weight: Tensor, reference: Tensor, inputs: Tensor | None = Non
 def weight_histogram(weight: Tensor) -> Histogram | None:
     """Count the dequantized values of a weight in 64 bins; None if it is empty, or contains NaN or infinities."""
     values = in_single_values(weight)
-    return _histogram(lambda: _float_blocks(values, turned=False))
+    return _histogram(lambda: _float_blocks(values, transposed=False))
 
 
 def code_histogram(weight: Tensor) -> Histogram | None:
@@ -83,7 +83,7 @@ def code_histogram(weight: Tensor) -> Histogram | None:
 
 
 def _code_blocks(weight: QuantizedTensor) -> Iterator[Tensor]:
-    for block in _blocks(_rows_last(weight, weight.transposed)):
+    for block in _blocks(_as_stored(weight, weight.transposed)):
         assert isinstance(block, QuantizedTensor)
         unpacked = block.format.unpack(block.tensors)
         if unpacked is None:
@@ -109,14 +109,14 @@ def _histogram(blocks: Callable[[], Iterator[Tensor]], *, integers: bool = False
     return Histogram(tuple(int(count) for count in counts), low, high)
 
 
-def _rows_last(weight: Tensor, turned: bool) -> Tensor:
-    """Return a weight as `[*, N, K]`: transpose it back if it is turned, and make one row of a vector."""
-    weight = weight.transpose(-1, -2) if turned else weight
+def _as_stored(weight: Tensor, transposed: bool) -> Tensor:
+    """Return a weight as `[*, N, K]`: one of shape `[*, K, N]` is `transposed`, and a vector becomes one row."""
+    weight = weight.transpose(-1, -2) if transposed else weight
     return weight if weight.dim() > 1 else weight.reshape(1, -1)
 
 
-def _float_blocks(weight: Tensor, turned: bool) -> Iterator[Tensor]:
-    for block in _blocks(_rows_last(weight, turned)):
+def _float_blocks(weight: Tensor, transposed: bool) -> Iterator[Tensor]:
+    for block in _blocks(_as_stored(weight, transposed)):
         yield (block.dequantize() if isinstance(block, QuantizedTensor) else block).detach().float().cpu()
 
 

@@ -21,6 +21,7 @@ from hf_trainweights.report.texts import TextMeasures
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 _WORST = 10
+# The inputs of a weight that the texts did not reach: rows without columns fit no weight, so there is no output error.
 _NO_ROWS = torch.empty(0, 0)
 # More rows are hard to read, and a browser takes long to draw them.
 _MOST_ROWS = 120

@@ -23,7 +23,7 @@ _CPU_FILE = Path("/proc/cpuinfo")  # only Linux has it
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts and drawings; if `folded` is given, the page shows only that text until a reader opens it."""
+    """A table of texts and drawings; if `folded` is a text, the page shows only that until a reader clicks on it."""
 
     head: tuple[str, ...]
     rows: Sequence[Sequence[object]]

@@ -57,6 +57,7 @@ class SavedCheckpoint:
 def read_run(root: Path) -> list[SavedCheckpoint]:
     """Read the sizes of a run's checkpoints, the oldest first; this reads manifests and no tensors."""
     directories = checkpoint_directories(root)[::-1]
+    # An anchor is a link to the weights of an earlier checkpoint: both names have one inode, and take space once.
     anchors = {_inode(file) for path in directories for file in path.rglob(f"*{ANCHOR_SUFFIX}")}
     seen: set[_Inode] = set()
     return [_saved(path, anchors, seen) for path in directories]

@@ -77,6 +77,7 @@ def measure_with_texts(
                 held.append(copied(inputs[:: -(-len(inputs) // _ROWS_A_BATCH)]).float())
 
         with inputs_of(layers, see):
+            # A copy, because a model may change its inputs in place, and the other model needs them next.
             expected = reference(**copied(batch))
         _add(sums, batch, model(**batch), expected)
     inputs = {name: torch.cat(parts)[:_MOST_ROWS] for name, parts in rows.items()}
@@ -94,6 +95,7 @@ def _add(sums: dict[str, float], batch: Mapping[str, Tensor], outputs: Any, expe
         return
     # A classifier has logits for each text, a language model for each token.
     has_token_logits = expected.logits.shape[: mask.dim()] == mask.shape
+    # A language model has a logit for each token of the vocabulary, a classifier of tokens one for each class.
     has_next = has_token_logits and expected.logits.shape[-1] > int(batch["input_ids"].max())
     # One text at a time: in float32 the logits of a batch may take gigabytes.
     for ids, is_token, *logits in zip(batch["input_ids"], mask, expected.logits, outputs.logits, strict=True):

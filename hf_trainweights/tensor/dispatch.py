@@ -1,4 +1,7 @@
-"""The dispatch of an op that gets a quantized weight: its handler runs, or the op runs on the dequantized weight."""
+"""The dispatch of an op that gets a quantized weight: its handler runs, or the op runs on the dequantized weight.
+
+Quantized weights are of the class `QuantizedTensor`, whose base `HeldTensor` stands for it here.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,9 @@ HANDLERS: dict[Any, Callable[..., Any]] = {}
 # arguments; if it returns NotImplemented, the function itself runs and calls ops.
 REPLACEMENTS: dict[Any, Callable[..., Any]] = {}
 
-# Fast replacements, which are tried before `REPLACEMENTS` and return None to leave the call to those. PyTorch enters a
-# context before a replacement may look at a tensor, which takes half a microsecond; these do without it.
+# Fast replacements, which are tried before `REPLACEMENTS` and return None to leave the call to those. A replacement
+# runs in a context that makes the weight's shape and other attributes quick to read. Entering it takes half a
+# microsecond; these run outside of it, and read only attributes of Python.
 AT_ONCE: dict[Any, Callable[..., Any]] = {}
 
 # How often each op without a handler has dequantized its weights in this process.

@@ -13,11 +13,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-# The name of one more tensor, the notice. People see it in Transformers' report and learn which import is missing.
+# The name of the notice: one more tensor of a byte, which no model has. Transformers lists its name among the unused
+# ones, where people read which import is missing.
 NOTICE_NAME = "import_hf_trainweights_before_loading"
 
 _GUARD_SHAPE = (1,)
 _SUFFIX = "_trainweights_guard"
+# Names with the same beginning before their first number are one stack of layers.
 _LAYER_NUMBER = re.compile(r"\.\d+\.")
 
 

@@ -34,7 +34,7 @@ class Held:
 
     @property
     def aliases(self) -> list[nn.Parameter]:
-        """Parameters with the memory of the stored tensors: Dynamo takes those of a module to stay where they are."""
+        """The stored tensors as parameters, in the same memory: Dynamo expects parameters to stay at their address."""
         if self._aliases is None:
             # Tensors that are made in inference mode could not be saved for a gradient later.
             with torch.inference_mode(False), torch.no_grad():
@@ -64,8 +64,8 @@ class HeldTensor(Tensor):
     stored_shape: tuple[int, ...]
     transposed: bool
     held: Held
-    # The result of `__tensor_flatten__`. A compiled program asks each weight for it twice at every call, and then for
-    # the attributes that it names. It would take 16 us to look up the dtype each time and the attributes by
+    # The result of `__tensor_flatten__`. A program of torch.compile asks each weight for it twice at every call, and
+    # then for the attributes that it names. It would take 16 us to look up the dtype each time and the attributes by
     # `__getattr__`.
     flattened: tuple[list[str], tuple[Any, ...]]
 

@@ -287,7 +287,7 @@ def _view(func: Any, tensor: QuantizedTensor, shape: Sequence[int], **kwargs: An
 
 
 def _refuse_in_place(where: str, tensor: Tensor, *_: Any) -> Any:
-    """Refuse a function that would write to the wrapper's memory: it has none, and the process would crash."""
+    """Refuse a function that would write to the quantized weight's own memory: it has none, and this would crash."""
     if not isinstance(tensor, QuantizedTensor):
         return NotImplemented
     raise unsupported_in_place(where, tensor)

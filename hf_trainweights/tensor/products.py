@@ -151,7 +151,10 @@ implements(aten.baddbmm.default)(compute_dequantized)
 
 
 def _linear_at_once(input: Any, weight: Any, bias: Any = None) -> Tensor | None:  # noqa: A002  (a caller's name for it)
-    """Multiply without PyTorch's dispatcher, which takes as long as the product of one token; None if it has to see."""
+    """Multiply without PyTorch's dispatcher, which takes as long as the product of one token.
+
+    Return None if the dispatcher has to see the product, as for gradients, or if the weight has no function for it.
+    """
     if type(weight) is not QuantizedTensor or (type(input) is not Tensor and not is_plain(input)):
         return None
     if (bias is not None and not is_plain(bias)) or _is_watched():
@@ -165,7 +168,7 @@ AT_ONCE[F.linear] = _linear_at_once
 
 @replaces(F.linear)
 def _linear_beside_dispatcher(input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002
-    """Multiply in autocast's dtype, or any number of rows."""
+    """Multiply if `_linear_at_once` has not: in autocast's dtype, or more rows than its function takes."""
     if type(weight) is not QuantizedTensor or not is_plain(input, bias):
         return NotImplemented
     if _is_watched():

@@ -22,7 +22,8 @@ HOW_TO_CHANGE = (
     "quantizing."
 )
 
-# Ops that return views although their schemas do not say so. A reshape that had to copy also ends with the first op.
+# Ops that return views although their schemas do not say so. `reshape` calls the first one also after it has copied;
+# then its result is read-only without need.
 _UNSAID_VIEWS = {
     torch.ops.aten._unsafe_view.default,
     torch.ops.aten.unsafe_split.Tensor,
@@ -127,7 +128,11 @@ class ReadOnlyStorage(torch.UntypedStorage):
 
 
 def read_only(tensor: Tensor) -> Tensor:
-    """Return a read-only tensor that shares a plain tensor's memory; any other tensor is returned as it is."""
+    """Return a read-only tensor that shares a plain tensor's memory.
+
+    The tensors that a compiler traces with are returned as they are: it recognizes them by their class, and under its
+    dispatch mode it makes plain ones its own.
+    """
     if type(tensor) is not Tensor or torch._C._len_torch_dispatch_stack() != 0:
         return tensor
     return _read_only_sharing(tensor)

@@ -1,4 +1,7 @@
-"""Changes of quantized weights: they are dequantized, changed in float, and quantized again in their format."""
+"""Changes of quantized weights: they are dequantized, changed in float, and quantized again in their format.
+
+Only rows whose values changed get new codes.
+"""
 
 from __future__ import annotations
 

@@ -1,17 +1,19 @@
 """Modules that show torch.compile the plain tensors of their quantized weights.
 
-Dynamo, the tracer of torch.compile, asks a tensor of a class of its own at every call of a program what it is made of.
-That takes 3 us a weight, longer than a small product; a plain tensor takes a tenth of it. So a module that gets a
-quantized weight also gets another class, which derives from its own and has a property for each quantized weight. The
-property returns the parameter, as ever. Dynamo alone gets a quantized weight that the program itself makes of plain
-tensors: aliases of the stored tensors, which are attributes of the module. Gradients, autocast and all ops are
-therefore those of the quantized weight.
+A program is the graph of ops that torch.compile makes of a model's code; Dynamo traces the code. If an input of a
+program is a tensor of a subclass, the program takes it apart into plain tensors at every call. That takes 3 us a
+quantized weight, longer than a small product; a plain tensor takes a tenth of it. So a module that gets a quantized
+weight also gets another class, a subclass of its class with a property for each parameter. The property returns the
+parameter, as ever. Only while Dynamo traces, the program gets plain tensors, which are attributes of the module and
+share the memory of the stored tensors, and makes a quantized weight of them (`make_in_program`). Gradients, autocast
+and all ops are therefore those of the quantized weight. "Showing" a weight is to set these attributes.
 
-No program is left with the tensors of a former weight, because whoever exchanges a weight exchanges the attributes:
+No program keeps the tensors of a former weight, because each change of a weight shows it again:
 
-- the module's `_parameters` is a dict of a class of its own: FSDP2, accelerate and `torch.func` write to it directly;
+- the module's `_parameters` is a dict that notices writes: FSDP2, accelerate and `torch.func` write to it directly;
 - a weight knows its modules, because `weight.scale = ...` and `weight.data = ...` give it other stored tensors;
-- `module.to(...)` and `load_state_dict` may exchange the insides of two weights by `torch.utils.swap_tensors`.
+- `module.to(...)` and `load_state_dict` may exchange the insides of two weights by `torch.utils.swap_tensors`, so
+  their methods show all weights of the module at the end.
 """
 
 from __future__ import annotations
@@ -45,8 +47,9 @@ _PREFIX = "_traced_"
 
 
 class TracedModule(nn.Module):
-    """The base, beside the module's own class, of the class of a module that has quantized weights."""
+    """A base of the classes that modules with quantized weights get; the other base is the class that they had."""
 
+    # The class that the module had, and gets back with its last quantized weight.
     own_class: type[nn.Module]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -105,7 +108,7 @@ def _and_show(write: Callable[..., Any]) -> Callable[..., Any]:
         parameters.changed()
         return result
 
-    # A program that Dynamo traces ends here and goes on after it, and reads the attributes anew.
+    # Dynamo interrupts its program for this function (a graph break), and reads the new attributes after it.
     return torch.compiler.disable(write_and_show)
 
 
@@ -120,7 +123,7 @@ def watch_parameters(module: nn.Module) -> None:
 
 
 def show_weights(module: nn.Module) -> None:
-    """Make the class of a module, and the attributes that Dynamo reads, those of the parameters that it has now."""
+    """Give a module the class and the attributes that show Dynamo the parameters that it has now."""
     own, own_class = module.__dict__, getattr(type(module), "own_class", type(module))
     parameters = own["_parameters"]
     names = [name for name in parameters if not hasattr(own_class, name) and f"{_PREFIX}{name}".isidentifier()]
@@ -147,10 +150,11 @@ def _count(parameter: object) -> int:
 def _change_class(module: nn.Module, own_class: type[nn.Module], counts: Counts) -> bool:
     """Give a module the class for these parameters, and return whether it has it."""
     traced_class = _traced_class(own_class, counts) if counts else own_class
-    # `fully_shard` derives a class from ours, which stays. PyTorch takes the class of a parametrized module away again.
+    # The class is left alone if another library has put its own on top. That of `fully_shard` derives from ours and
+    # still shows the weights. That of a parametrized module is the one that PyTorch removes later, and it must find it.
     is_parametrized = "parametrizations" in vars(module)["_modules"]
     if not is_parametrized and (type(module) is own_class or "own_class" in vars(type(module))):
-        # Python refuses it for a class with slots.
+        # Python refuses to change the class of a module if the class has slots.
         with contextlib.suppress(TypeError):
             module.__class__ = traced_class
     return isinstance(module, traced_class)
@@ -158,10 +162,12 @@ def _change_class(module: nn.Module, own_class: type[nn.Module], counts: Counts)
 
 @functools.cache
 def _traced_class(own_class: type[nn.Module], counts: Counts) -> type[nn.Module]:
-    """Return the class of modules of a class that show parameters of these names."""
+    """Return a subclass of `own_class` with a property for each of these parameters."""
     members: dict[str, Any] = {"own_class": own_class, "__doc__": own_class.__doc__}
     # People, Transformers and accelerate read names of classes.
     members |= {"__module__": own_class.__module__, "__qualname__": own_class.__qualname__}
+    # Weights are shown all or none. Whether they are shown now, the attribute of the first quantized one tells: that of
+    # another parameter may be None, as that of a missing bias is.
     first = next((name for name, count in counts if count), "")
     for name, count in counts:
         members |= {name: property(_getter(name, count, f"{_PREFIX}{first}")), f"{_PREFIX}{name}": None}
@@ -184,7 +190,7 @@ def get(module):
 
 
 def _getter(name: str, count: int, switch: str) -> Callable[[nn.Module], Any]:
-    """Return the function that is called for a parameter of a module; `switch` is None while nothing is shown."""
+    """Return the function of a parameter's property. The attribute `switch` is None while no weight is shown."""
     shown = f"module.{_PREFIX}{name}"
     if count:
         stored = ", ".join(f"module.{attribute}" for attribute in _attributes(name, count))
@@ -203,7 +209,7 @@ def _read(module: nn.Module, name: str) -> Any:
 
 @torch.compiler.allow_in_graph
 def make_in_program(description: str, *stored: Tensor) -> QuantizedTensor:
-    """Return the weight of a description and stored tensors; an op of programs before they are compiled."""
+    """Return the weight of a description and stored tensors. Dynamo puts the call of this function into the program."""
     let_compilers_cache_programs(make_in_program, product_op.describe())
     form, dtype, transposed = _parse(description)
     held = Held(dict(zip(form.tensor_names, stored, strict=True)))
@@ -212,11 +218,16 @@ def make_in_program(description: str, *stored: Tensor) -> QuantizedTensor:
 
 @functools.cache
 def let_compilers_cache_programs(function: Callable[..., Any], state: str) -> None:
-    """Tell PyTorch on what an op of programs depends beside its arguments, so that it keeps the programs on disk.
+    """Let PyTorch keep programs on disk that call a function, as long as the function computes the same.
+
+    PyTorch does not see into a function that is allowed in its graphs. It keeps a program with such a call only if it
+    is told a text that changes whenever the function does. It asks for it when it compiles, so the function itself
+    calls this when it is traced; after the first time this does nothing.
 
     Args:
-        function: The op, which is allowed in graphs.
-        state: A text that changes with all that it depends on, but for the version of the package.
+        function: The function, which is allowed in graphs.
+        state: A text that changes with everything on which its result depends beside the arguments and the version of
+            the package.
     """
     key, version = f"{function.__module__}.{function.__name__}", importlib.metadata.version(_PACKAGE)
     settings: Any = importlib.import_module("torch._inductor.config")
@@ -240,10 +251,10 @@ def _parse(description: str) -> tuple[Format, torch.dtype, bool]:
 @contextlib.contextmanager
 def _showing_again(module: nn.Module) -> Iterator[None]:
     """Let all modules that have the weights of a module show them again at the end."""
-    modules = {module}
+    owners = {module}
     for weight in module._parameters.values():
         if type(weight) is QuantizedTensor:
-            modules |= set(weight.modules)
+            owners |= set(weight.modules)
     yield
-    for each in modules:
-        show_weights(each)
+    for owner in owners:
+        show_weights(owner)

@@ -19,7 +19,7 @@ _MODULES = {
 
 __all__ = [*_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 
-# pytest shows the values on both sides of a failed comparison only in modules that it hears of before their import.
+# pytest shows the values in a failed `assert` only for modules that are registered with it before they are imported.
 _REWRITTEN = ("codecs", "formats", "layouts", "products", "format_values", "format_tensors", "values")
 pytest.register_assert_rewrite(*(f"{__name__}.{name}" for name in _REWRITTEN))
 __getattr__ = lazy(__name__, _MODULES)

@@ -75,8 +75,10 @@ class CodecContract:
     def inputs(
         self, codec: Codec, shape: list[int], dtype: torch.dtype, seed: int = 0
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return a tensor like those that the codec is made for, and its references: here any bits, beside an anchor.
+        """Return a tensor like those that the codec is made for, and its references by name.
 
+        References are tensors that a codec may store the difference from. Here the tensor has random bits. Its one
+        reference is an anchor, which stands for the tensor in an earlier checkpoint: every third element differs.
         Override it for a lossy codec, or for other references.
         """
         del codec
@@ -226,6 +228,7 @@ class CodecContract:
             changed += [torch.cat([payload.new_zeros(1), payload])]
             for damaged in changed:
                 payloads = [*encoded.payloads[:index], damaged, *encoded.payloads[index + 1 :]]
+                # Some codecs let the codec planes encode one of their payloads, and pass its errors on.
                 with pytest.raises(CorruptFileError, match=rf"codec {codec.codec_id}|codec planes"):
                     codec.decode(payloads, encoded.params, shape, tensor.dtype, references)
 

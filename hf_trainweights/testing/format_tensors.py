@@ -170,7 +170,10 @@ class FormatTensors(FormatSubjects):
     def test_blocks_of_rows_give_the_tensors_of_the_whole(
         self, subject: Format, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """`quantize_rows` gets some rows at a time: their codes depend on no other rows, else override `fit`."""
+        """`quantize_rows` gets some rows at a time, and their codes may depend on no other rows.
+
+        A format that needs all rows overrides `Format.fit`: it gets the matrix and returns the format for its rows.
+        """
         weight = weight_with_outliers(2, 7, 256, dtype=torch.bfloat16)
         whole = subject.quantize(weight)
         for elements in (1, 256, 600, 3 * 256):

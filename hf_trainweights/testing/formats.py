@@ -108,7 +108,8 @@ class FormatContract(FormatValues, FormatTensors):
         """Calibration may only improve a format, so where all columns matter alike it must change no code."""
         weight = uneven_weight(dtype)
         tensors, _ = choose_columns(subject, weight, torch.ones(_K))
-        if not subject.is_coded_in_files:  # whose codes trade error for bits in the file
+        # A format for entropy-coded files takes codes with a larger error if they need fewer bits there.
+        if not subject.is_coded_in_files:
             assert_same(tensors, subject.quantize(weight))
 
     def test_tensors_hold_the_values_that_were_chosen(self, subject: Format) -> None:
@@ -118,9 +119,10 @@ class FormatContract(FormatValues, FormatTensors):
         subject.check(tensors, weight.shape)
         assert all(tensor.is_contiguous() for tensor in tensors.values())
         dequantized = subject.dequantize(tensors, weight.shape, torch.float32)
-        if not subject.is_coded_in_files:  # such a format keeps its best round, not always the last
+        # A format for entropy-coded files chooses all columns several times, and its tensors are not always the last.
+        if not subject.is_coded_in_files:
             torch.testing.assert_close(dequantized, values, rtol=1e-6, atol=0)
-        # Two bits lose half as much.
+        # Random codes would lose more than the norm of the weight, and formats of two bits lose about half of it.
         assert (dequantized - weight.float()).norm() < 0.6 * weight.float().norm()
 
     def test_errors_move_to_columns_that_matter_less(self, subject: Format) -> None:

@@ -131,11 +131,13 @@ class LayoutContract:
         assert latest(moved) == str(moved / "checkpoint-3")
         assert_equal(self.load(moved / "checkpoint-3"), before)
 
-    @pytest.mark.parametrize("is_small", [False, True])
-    def test_damage_in_any_file_of_tensors_is_an_error_before_anything_changes(self, run: Path, is_small: bool) -> None:
+    @pytest.mark.parametrize("is_compressed", [False, True])
+    def test_damage_in_any_file_of_tensors_is_an_error_before_anything_changes(
+        self, run: Path, is_compressed: bool
+    ) -> None:
         """A digest of damaged bytes would call them intact for ever."""
         path = run / "checkpoint-3"
-        if is_small:
+        if is_compressed:
             compress_directory(path)
         for name in self.damaged_names(path):
             content = (path / name).read_bytes()

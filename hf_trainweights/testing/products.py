@@ -32,7 +32,7 @@ class ProductContract(FormatSubjects):
     """
 
     shapes: ClassVar[Sequence[tuple[int, int]]] = ((3, 192), (20, 1088))
-    """Rows and columns of the weights; a format whose columns come in steps gets the next larger number of them."""
+    """Rows and columns of the weights; the columns are rounded up to a multiple of the format's `column_step`."""
 
     rows: ClassVar[Sequence[int]] = (1, 2, 3, 4, 5, 16, 49, 130)
     """The numbers of rows of x; name those on both sides of each threshold of a kernel."""

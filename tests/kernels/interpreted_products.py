@@ -169,13 +169,13 @@ def test_int8_activations_are_rounded_as_on_a_cpu(dtype: torch.dtype) -> None:
 def test_integers_are_scaled_where_they_are_summed(M: int, N: int, K: int) -> None:
     generator = torch.Generator().manual_seed(0)
     codes, qdata = (torch.randint(-128, 128, (rows, K), generator=generator, dtype=torch.int8) for rows in (M, N))
-    tops, scale, bias = torch.rand(M) / 1000, random_weight(N, 1).half(), random_weight(N, seed=2).half()
+    row_factors, scale, bias = torch.rand(M) / 1000, random_weight(N, 1).half(), random_weight(N, seed=2).half()
     apart = torch.zeros(N, 2 * K, dtype=torch.int8)
     apart[:, :K] = qdata
     out, tile = torch.full((M, N), torch.nan, dtype=torch.float16), tile_of("integers", M)
     programs = -(-M // tile["BLOCK_M"]) * -(-N // tile["BLOCK_N"])
-    multiply_codes[(programs,)](codes, tops, apart, scale, bias, out, M, N, K, 2 * K, **tile)
-    exact = (codes.double() @ qdata.double().t()) * tops.double()[:, None] * scale.double().t() + bias.double()
+    multiply_codes[(programs,)](codes, row_factors, apart, scale, bias, out, M, N, K, 2 * K, **tile)
+    exact = (codes.double() @ qdata.double().t()) * row_factors.double()[:, None] * scale.double().t() + bias.double()
     assert (out.double() - exact).norm() <= torch.finfo(torch.float16).eps * exact.norm()
 
 
@@ -183,12 +183,12 @@ def test_integers_are_scaled_where_they_are_summed(M: int, N: int, K: int) -> No
 def test_rows_are_rounded_to_float8() -> None:
     x = random_weight(20, 96, seed=1).half()
     x[3], x[4, 7] = 0, torch.inf
-    codes, tops = torch.empty(20, 96, dtype=torch.float8_e4m3fn), torch.empty(20)
-    round_rows[(20,)](x, codes, tops, 96, 2.0**-119, 448, BLOCK=1024)
+    codes, row_factors = torch.empty(20, 96, dtype=torch.float8_e4m3fn), torch.empty(20)
+    round_rows[(20,)](x, codes, row_factors, 96, 2.0**-119, 448, BLOCK=1024)
     units = x.float().abs().amax(-1).clamp_min(2.0**-119) * (1 / 448)
     finite = x.isfinite().all(-1)
-    assert torch.equal(tops[finite], units[finite])
-    assert tops[~finite].isnan().all()
+    assert torch.equal(row_factors[finite], units[finite])
+    assert row_factors[~finite].isnan().all()
     expected = (x.float() / units[:, None]).to(torch.float8_e4m3fn)
     # The interpreter's own cast to float8 rounds ties differently, and loses a carry into the exponent.
     assert (codes[finite].view(torch.int8) == expected[finite].view(torch.int8)).float().mean() > 0.9

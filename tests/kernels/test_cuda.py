@@ -203,10 +203,12 @@ def test_float8_of_pytorch_is_scaled_by_rows_and_columns(monkeypatch: pytest.Mon
     form, tensors = Float8E4M3(activations="float8"), Float8E4M3().quantize(random_weight(32, 64).bfloat16())
     x, bias = random_weight(2, 20, 64, seed=1).bfloat16(), random_weight(32, seed=2).bfloat16()
 
-    def round_rows(x: Tensor, codes: Tensor, tops: Tensor, K: int, smallest: float, largest: int, **_: int) -> None:
+    def round_rows(
+        x: Tensor, codes: Tensor, row_factors: Tensor, K: int, smallest: float, largest: int, **_: int
+    ) -> None:
         rows = x.view(-1, K).float()
-        tops.copy_(rows.abs().amax(-1, keepdim=True) / largest)
-        codes.copy_((rows / tops).to(torch.float8_e4m3fn))
+        row_factors.copy_(rows.abs().amax(-1, keepdim=True) / largest)
+        codes.copy_((rows / row_factors).to(torch.float8_e4m3fn))
 
     kernels = SimpleNamespace(round_rows={(40,): round_rows})
     monkeypatch.setattr(triton_launch, "_kernels", lambda: kernels)

@@ -151,8 +151,8 @@ def test_rounding_to_float8_compiles_where_gpus_multiply_float8(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     monkeypatch.setattr(driver, "_active", AbsentGpu(capability))
     codes = torch.empty(20, 96, dtype=torch.float8_e4m3fn)
-    x, tops = torch.zeros(20, 96, dtype=torch.bfloat16), torch.empty(20)
-    triton_launch._kernels().round_rows[(20,)](x, codes, tops, 96, 2.0**-119, 448, BLOCK=1024)
+    x, row_factors = torch.zeros(20, 96, dtype=torch.bfloat16), torch.empty(20)
+    triton_launch._kernels().round_rows[(20,)](x, codes, row_factors, 96, 2.0**-119, 448, BLOCK=1024)
     assert len(driver._active.kernels) == 1
 
 

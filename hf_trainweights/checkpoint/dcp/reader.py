@@ -1,7 +1,9 @@
 """Read the tensors and values of a DCP directory, plain or encoded, without executing a pickle.
 
 `ShardedContents` reads tensor by tensor in one process. `TrainWeightsReader` serves `torch.distributed.checkpoint.load`
-on all ranks.
+on all ranks. Items may be stored as differences from an anchor: weights of an earlier checkpoint, in a file that is
+named by its digest. Items record where it lay. Readers also register the directory that they read, so that the anchor
+is found if the run has moved.
 """
 
 from __future__ import annotations

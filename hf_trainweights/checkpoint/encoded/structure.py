@@ -13,17 +13,19 @@ unnoticed. The digest is that of the rest of the text, as it stands there in UTF
                    "crc32": 1234567890, "params": {...}, "bound": 0.001, "anchor": "layers.0.weight"}, ...]}
 
 tree.py describes `tree` and `tensors`. `sizes` are the lengths of a storage's pieces of the payload, in order, and
-`crc32` is over their bytes. `bound` is the largest error of an element in the codec's unit, rounding before a lossless
-codec included; an exact storage has no `bound`. The other keys are left out if the codec has no use for them: `params`,
-and two that name decoded tensors: `anchor`, a name in the anchor, and `exp_avg_sq`, a lower index in `storages`.
+`crc32` is over their bytes. `bound` is the largest error of any element, in a unit that the class of the codec defines:
+some errors are absolute, others relative. Rounding before a lossless codec counts, too. A storage without any error has
+no `bound`. The other keys are left out if the codec has no use for them: `params`, and two that name decoded tensors:
+`anchor`, a name in the anchor, and `exp_avg_sq`, a lower index in `storages`.
 
 No byte of the text, or of the payload's length, is a full stop. Pickle takes a full stop for the end of the file, and a
 flipped bit can make pickle look for an instruction in the text or the length. So in the text a middle dot (U+00B7)
 replaces each full stop, and JSON escapes other middle dots. Zeros are appended to a payload until no byte of its length
 is 46.
 
-An anchor is an encoded file of one flat state dict. Readers find it by its digest (reader.py). It may refer to another
-anchor, whose link lies beside its own.
+The weights of a file may be stored as differences from other weights, its anchor. An anchor is an encoded file of one
+flat state dict. Readers find it by its digest (reader.py). Its own weights may be differences from an older anchor;
+then both files lie in the same directory, in that of each checkpoint as links.
 
 Instead of an anchor, a file may refer to a base: weights outside the run, as others wrote them. Then `anchor` has one
 more key, `base`. In such an `anchor`, `sha256` is that of the text that `sha256sum` prints for all files of the base,
@@ -34,12 +36,12 @@ these files:
              "repository": "sentence-transformers/all-MiniLM-L6-v2",
              "commit": "<40 hexadecimal digits>"}
 
+A base that is not in the Hub's cache has `path` instead of `repository` and `commit`: the directory where it lay, for
+people to read. A reader never opens it.
+
 A file may refer to several anchors, none of which has a name of another one's: each rank writes one of its own. Then
 `anchor` has the key `parts`, their digests. `sha256` is that of the text with one of them a line, and `path` leads to
 the directory of the anchors.
-
-Weights that are not in the Hub's cache have `path` instead of `repository` and `commit`: the directory where they lay,
-for people to read. A reader never opens it.
 """
 
 from __future__ import annotations
@@ -264,6 +266,7 @@ def storage_paths(structure: Mapping[str, Any]) -> dict[int, KeyPath]:
     paths: dict[int, KeyPath] = {}
     for tensor, path in _tensor_paths(structure.get("tree"), ()):
         view = table.get(tensor) if type(tensor) is int else None
+        # A tensor of several storages names them by `joined` (tree.py).
         numbers = (view.get("joined") or [view.get("storage")]) if type(view) is dict else ()
         for number in numbers if type(numbers) is list else ():
             if type(number) is int:

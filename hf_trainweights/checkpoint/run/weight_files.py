@@ -1,4 +1,4 @@
-"""Plain and encoded files of a checkpoint as they lie on the disk: read, made plain again."""
+"""Lists and reads the weight files of a checkpoint, plain or encoded, and makes encoded files plain again."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def weight_files(path: Path) -> list[Path]:
 
     CorruptFileError: an index cannot be read.
     """
+    # A directory may hold an adapter beside its model. Only the files of the one count that loaders would open first.
     present = [name for name in ENTRY_POINTS if (path / name).is_file()]
     family = [name for name in present if name.startswith("adapter") == present[0].startswith("adapter")]
     files = [path / name for name in family]
@@ -65,7 +66,11 @@ def is_lossy(structure: Mapping[str, Any] | None) -> bool:
 
 
 def restore_file(file: Path, structure: Mapping[str, Any]) -> tuple[FileEntry, dict[str, float]]:
-    """Replace an encoded file of this structure by a plain one; return its entry, and the old rounding by role."""
+    """Replace an encoded file of this structure by a plain one; return its manifest entry, and its rounding.
+
+    The rounding is the largest error that encoding made, for each role of tensors (weight, exp_avg, ...). A plain file
+    cannot tell that its values were rounded before, so the caller keeps this in the manifest.
+    """
     tree, status = load_file(file), file.stat()
     with replace_file(file) as stream:
         plain: Any = DigestedFile(stream)

@@ -38,8 +38,10 @@ _ADAM_KEYS = (*MOMENTS, "max_exp_avg_sq")
 class RankOrders:
     """The coordinator's message to a rank: the names of its files, plans by name of the value, and facts about shards.
 
-    `anchors` has the digest and path of each shard's anchor file, empty for a full checkpoint. `step_rms` has the drift
-    of each shard, None for a new one; it is empty if it was never recorded. `optimizer_class` None is unknown.
+    `anchors` has the digest and path of each shard's anchor file, from whose weights differences are stored; it is
+    empty for a full checkpoint, which stores the weights themselves. `step_rms` has the drift of each shard: the root
+    mean square of the change of its weights from one save to the next. It is None for a shard that no earlier save had,
+    and the dict is empty if no save recorded it. `optimizer_class` is None if the class is unknown.
     """
 
     weights_name: str
@@ -131,7 +133,8 @@ class AdamStates:
             elif key == "step" or (key in _ADAM_KEYS and plan.role != "other"):
                 self._states[plan.name][optimizer].append((key, item))
         self._groups = Groups(rank)
-        # `settled` has looked at the groups of an optimizer whose class is unknown.
+        # Whether the states listed above are Adam's. If the class of the optimizer is unknown, they are: `settled` has
+        # looked at the optimizer's groups before, and given the role "other" to states of any other optimizer.
         self._are_adams = is_adam(rank.orders.optimizer_class or ADAM, ADAM_GROUP)
 
     def drift_rms(self, item: WriteItem) -> float | None:
@@ -247,7 +250,10 @@ def is_weight(plan: TensorPlan | None) -> bool:
 
 
 def second_of(item: WriteItem, plan: TensorPlan | None) -> MetadataIndex | None:
-    """Return the index of the second moment that an item is encoded relative to; None if it is no such first moment."""
+    """Return the index of the second moment (exp_avg_sq) that a first moment (exp_avg) is encoded relative to.
+
+    None for an item of another kind, or one that is encoded by itself.
+    """
     if plan is None or plan.exp_avg_sq is None:
         return None
     parameter = item.index.fqn.rpartition(".")[0]

@@ -51,7 +51,7 @@ def _halves(stored: Mapping[str, Tensor], name: str, blocks: int) -> Tensor:
 
 
 def _old(bits: int, has_bias: bool) -> Encode:
-    """Return the function for blocks of 32: a scale, perhaps a bias and fifth bits, the low bits."""
+    """Return the function for ggml's older kinds: blocks of 32 of a scale, perhaps a bias and fifth bits, low bits."""
 
     def encode(stored: Mapping[str, Tensor]) -> Tensor:
         codes = _codes(stored, bits, 32)
@@ -125,6 +125,7 @@ def encoder_of(weight: QuantizedTensor) -> tuple[gguf.GGMLQuantizationType, Enco
     kind, encode = _ENCODERS.get(weight.format, (None, None))
     if kind is None or encode is None or weight.tensors["scale"].dtype not in (torch.float16, torch.uint8):
         return None
+    # llama.cpp has the table of each kind built in, so a weight with another table cannot be written.
     table = _TABLES.get(kind)
-    is_own = table is None or bool((weight.tensors["table"] == table).all())
-    return (kind, encode) if is_own and weight.numel() else None
+    has_built_in_table = table is None or bool((weight.tensors["table"] == table).all())
+    return (kind, encode) if has_built_in_table and weight.numel() else None

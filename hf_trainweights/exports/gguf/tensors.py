@@ -66,7 +66,7 @@ class FileTensor(NamedTuple):
 
 
 def lay_out(model: PreTrainedModel, tensors: Mapping[str, Tensor], architecture: Architecture) -> dict[str, FileTensor]:
-    """Return a file's tensors, whose bytes are made later; no tensor of the model may be in a kernel's own layout."""
+    """Return the tensors of a file by name; their bytes are made when they are written."""
     left_out = names_not_saved(model)
     names = [name for name in tensors if name not in left_out]
     origins, unknown = origins_of(names, architecture, model.config)
@@ -80,7 +80,7 @@ def lay_out(model: PreTrainedModel, tensors: Mapping[str, Tensor], architecture:
 
 
 def _lay_out(name: str, tensor: Tensor, origin: Origin) -> FileTensor:
-    """Convert a tensor of the model, which is in no kernel's private layout, to a tensor of the file."""
+    """Convert a tensor of the model to a tensor of the file."""
     if isinstance(tensor, QuantizedTensor):
         if name != _NEVER_IN_BLOCKS:
             return _lay_out_quantized(origin.source, tensor, origin.take)

@@ -203,8 +203,9 @@ def _adds_space(stored: dict[str, Any]) -> bool:
 def _scores(tokens: list[str], kinds: list[gguf.TokenType], merges: Sequence[Sequence[str]]) -> list[float]:
     """Return scores with which llama.cpp joins tokens in the order of the merges.
 
-    llama.cpp joins any two neighbours that make a token, best score first. That equals the merges if all such pairs are
-    merges, and if merges to the same token follow each other. Merges that Transformers made from scores meet both.
+    llama.cpp joins any two neighbours that make a token, best score first. The merges give the same tokens on two
+    conditions: each pair of tokens that make a token is a merge, and merges that make the same token stand side by side
+    in the list. Merges that Transformers made from scores meet both.
     """
     pairs = {(left, right) for left, right in merges}
     merged_tokens = ["".join(merge) for merge in merges]

@@ -46,7 +46,7 @@ def write_model(
     source: str | os.PathLike[str] | None,
     target: Path,
 ) -> None:
-    """Write a quantized model, with its tokenizer or the one in `source`; no weight may be in a kernel's own layout."""
+    """Write a quantized model, with this tokenizer, or if it is None with the one in `source`."""
     state_dict, architecture = tensors_to_write(model), architecture_of(model)
     tensors = lay_out(model, state_dict, architecture)
     if tokenizer is None and source is None:

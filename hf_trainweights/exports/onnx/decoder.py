@@ -27,7 +27,8 @@ from hf_trainweights.models.host.models import cache_argument, is_stateful
 FILE = "model.onnx"
 """The one file of a decoder."""
 
-_NAMES_OF_HOST = re.compile(r"(?:(?:in|out)put\.)?(?:past_key_values|cache)\.layers\.(\d+)\.(key|value)s")
+# The names that Transformers' exporter gives to the keys and values of a layer.
+_NAMES_OF_TRANSFORMERS = re.compile(r"(?:(?:in|out)put\.)?(?:past_key_values|cache)\.layers\.(\d+)\.(key|value)s")
 _PAST, _PRESENT = "past_key_values", "present"
 
 # The sizes of the traced call. No size may be 0 or 1, because the exporter takes these for constants.
@@ -83,6 +84,7 @@ def verify_decoder(directory: Path, model: PreTrainedModel) -> VerificationRepor
     differences = []
     for name, start, end in (("logits of a prompt", 0, _LENGTH), ("logits of a step", _LENGTH, _LENGTH + 1)):
         inputs = {key: value[:, 0 if key == "attention_mask" else start : end] for key, value in call.items()}
+        # Lowered, the model computes with dequantized weights, as the file does. Kernels for codes round otherwise.
         with torch.no_grad(), lowered(model, Target()):
             wanted = model(**inputs, **cache, use_cache=True).logits
         outputs = session.predict({**inputs, **past})
@@ -116,7 +118,7 @@ def _name(graph: Any, model: PreTrainedModel) -> None:
     """Rename inputs, outputs and free dimensions in place to the names that readers look for."""
     for values, name in ((graph.graph.inputs, _PAST), (graph.graph.outputs, _PRESENT)):
         for value in values:
-            value.name = _NAMES_OF_HOST.sub(rf"{name}.\1.\2", value.name)
+            value.name = _NAMES_OF_TRANSFORMERS.sub(rf"{name}.\1.\2", value.name)
     inputs, outputs = ({value.name for value in values} for values in (graph.graph.inputs, graph.graph.outputs))
     presents = {f"{_PRESENT}.{layer}.{kind}" for layer in range(_layers(model)) for kind in ("key", "value")}
     pasts = {name.replace(_PRESENT, _PAST) for name in presents}

@@ -83,7 +83,7 @@ def export_onnx(
             with a task.
         runtime: `"portable"` for ops of ONNX alone; `"onnxruntime"` for ONNX Runtime's own products of codes.
         opset: Version of ONNX's ops, at least 21.
-        dynamic_axes: As for `torch.onnx.export`. By default a model of Transformers has all axes free that it allows.
+        dynamic_axes: As for `torch.onnx.export`. By default a model of Transformers has all axes free that it can.
         dynamic_shapes: As for `torch.export.export`.
         input_names: Names of the graph's inputs; a task has its own.
         output_names: Names of the graph's outputs; a task has its own.

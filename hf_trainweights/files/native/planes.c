@@ -56,8 +56,9 @@ JOIN(2, uint16_t)
 JOIN(4, uint32_t)
 
 // A zigzag code stands for the difference of two words, modulo the word size: 0, 1, 2, 3, ... for 0, -1, 1, -2, ...
-// `add` adds differences to the words `near`. `subtract_sums` codes words [R, C] less the sum of a number of the row
-// and one of the column; its code is 0 for the word 0, else the zigzag code plus 1. `add_sums` undoes it.
+// `add` replaces codes by the words that they stand for: the differences plus the words `near`. `subtract_sums` codes
+// words [R, C] less the sum of a number of the row and one of the column; its code is 0 for the word 0, else the zigzag
+// code plus 1. `add_sums` undoes it.
 #define DIFFERENCES(BYTES, WORD)                                                                                      \
     static inline WORD zigzag_##BYTES(WORD change) {                                                                  \
         return (WORD)((WORD)(change << 1) ^ (WORD)-(change >> (8 * BYTES - 1)));                                      \

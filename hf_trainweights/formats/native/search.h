@@ -1,4 +1,5 @@
-// The loops that both searches share. Groups are columns, so that one vector instruction computes for many groups.
+// The loops that the searches of uint.c and codebook.c share. Groups are columns, so that one vector instruction
+// computes for many groups.
 //
 // The functions compute what PyTorch's ops compute in uint_search.py and codebook4.py, to the last bit: each operation
 // is rounded once, and the squares of a group are added by halves.

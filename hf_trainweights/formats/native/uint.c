@@ -1,7 +1,7 @@
 // The search for the group scale and zero point of each group of uint; `search` in uint_search.py is its twin.
 #include "search.h"
 
-enum { PARAMETERS = 16 };
+enum { PARAMETERS = 16 };  // values that a group scale may have, 1 to 16, and a zero point, 0 to 15
 
 typedef struct {
   float largest_code, code_units, codes_of_zero, zeros_of_code;  // the last two: zero_units / code_units, its inverse

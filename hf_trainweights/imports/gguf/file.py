@@ -119,7 +119,8 @@ class GgufTensor(NamedTuple):
 class GgufFile:
     """The metadata and tensors of a model in one GGUF file, or in all files of a split model.
 
-    Arrays of numbers are numpy arrays, an array of strings or arrays is its length: nobody here reads those.
+    In the metadata, arrays of numbers are numpy arrays. An array of strings or of arrays is stored as its length alone,
+    because nobody here reads more.
 
     Args:
         path: The file, or any file of a split model.

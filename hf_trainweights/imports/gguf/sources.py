@@ -44,9 +44,11 @@ def find_gguf(source: str | os.PathLike[str], pattern: str | None) -> Path | Non
     if name is None:
         return None
     folder = PurePosixPath(name).parent
+    # The files beside the weights, such as the tokenizer's: those in the top folder of the repository, but no weights.
     snapshot_download(str(source), ignore_patterns=[*_WEIGHTS, "*/*"])
     files = [glob.escape(file) for file in _same_model(name, names)]
-    # Files beside the weights are looked for in the folder of the weights.
+    # Then the weights. Both downloads go into the same snapshot, and the file keeps its folder there: the caller looks
+    # for files beside the weights in that folder.
     return Path(snapshot_download(str(source), allow_patterns=files)) / folder / PurePosixPath(name).name
 
 

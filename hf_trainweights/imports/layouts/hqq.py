@@ -7,8 +7,9 @@
 | `nbits`, `group_size`, `axis`, `shape`, `view_as_float` | settings of the weight | integers |
 | `packing` | text | uint8 |
 
-`weight = (code - zero) * scale`, both rounded to the compute dtype. A packed row has the codes of the first part of all
-rows in its highest bits. Source: https://github.com/mobiusml/hqq
+`weight = (code - zero) * scale`, both operations rounded to the compute dtype. The rows of groups are divided into as
+many equal blocks as a packed number holds codes. Packed row i holds row i of each block, that of the first block in the
+highest bits. Source: https://github.com/mobiusml/hqq
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class Hqq(Layout):
         if scale.dtype != zero.dtype:
             raise unsupported(f"{module}.zero", f"{scale.dtype}, as the scales", f"{zero.dtype}")
         codes = self._codes(module, tensors, groups, size, bits).reshape(N, K)
+        # "each": HQQ rounds after each operation, not once at the end.
         return offset_weight(name, codes, scale, bits, "float_zero_point", zero, "each")
 
     def _number(self, module: str, tensors: Mapping[str, Tensor], leaf: str) -> int:
@@ -71,6 +73,7 @@ class Hqq(Layout):
         """Return the codes of all groups, uint8 `[groups, size]`."""
         check_tensor(module, tensors, "packing", (torch.uint8,), (None,))
         packing = bytes(tensors["packing"][:32].tolist()).decode("latin-1")
+        # Codes of 5 and 6 bits lie in a byte each, as codes of 8 bits do. All others have a packing of their own.
         if packing not in _PACKINGS or bits > _PACKINGS[packing][0] or (bits < 5 and bits != _PACKINGS[packing][0]):
             raise unsupported(f"{module}.packing", f"one of {', '.join(_PACKINGS)}, as of {bits} bits", repr(packing))
         field, parts = _PACKINGS[packing]

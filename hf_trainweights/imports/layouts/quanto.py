@@ -7,8 +7,10 @@
 | `weight._scale` | `[N * G, 1]` | float |
 | `weight._shift` | 4 and 2 bits: `[N * G, 1]` | float, or uint8 zero points |
 
-`weight = code * scale - shift`, both rounded to the dtype of the scales, or `(code - zero_point) * scale`. A packed row
-has the codes of the first part of all rows in its lowest bits. `quanto_qmap.json` names the type of each module.
+`weight = code * scale - shift`, both operations rounded to the dtype of the scales, or `(code - zero_point) * scale`.
+G is the number of groups of a row, K / group size. The rows of groups are divided into as many equal blocks as a packed
+byte holds codes. Packed row i holds row i of each block, that of the first block in the lowest bits.
+`quanto_qmap.json` names the type of each module.
 Source: https://github.com/huggingface/optimum-quanto
 """
 
@@ -58,6 +60,7 @@ class Quanto(Layout):
         N, K = matrix(module, tensors, _CODES, dtype)
         check_tensor(module, tensors, _CODES, (dtype,), self.shapes.get(module, (N, K)))
         check_tensor(module, tensors, _SCALE, FLOAT_DTYPES, *_shapes(N))
+        # `unsigned` adds 128 to the codes, because the format for imported weights counts them from 0.
         if dtype is torch.int8:
             return integer_weight(name, unsigned(name, tensors[_CODES], 128), tensors[_SCALE], 8)
         return float8_weight(name, tensors[_CODES], tensors[_SCALE])
@@ -77,6 +80,7 @@ class Quanto(Layout):
         codes = torch.cat(fields)[:groups].reshape(N, K)
         scale, shift = (tensors[leaf].reshape(N, K // size) for leaf in (_SCALE, _SHIFT))
         if shift.is_floating_point():
+            # "each": quanto rounds after each operation, not once at the end.
             return offset_weight(name, codes, scale, bits, "bias", -shift, "each")
         return integer_weight(name, codes, scale, bits, shift)
 

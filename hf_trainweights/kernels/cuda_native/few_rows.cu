@@ -19,8 +19,8 @@
 //   GROUPED       1: the weight is E matrices, and rows of x before ends[e] meet matrix e, as in torch._grouped_mm. A
 //                 block for each row of x; those work that begin 8 * COLUMN_TILES rows of one matrix
 //
-// It wants N >= 1, codes whose rows begin at multiples of 16 bytes, K a multiple of the codes of 16 bytes, and x
-// contiguous and at a multiple of 16 bytes.
+// The kernel requires N >= 1, codes whose rows begin at multiples of 16 bytes, K a multiple of the codes of 16 bytes,
+// and x contiguous and at a multiple of 16 bytes.
 
 #ifdef EMULATED
 #include "gpu.h"
@@ -29,11 +29,12 @@
 #endif
 #include "weights.cuh"
 
-#define SEGMENT (16 * PER_WORD)
-#define OF_LANE (4 * PER_WORD)
+#define SEGMENT (16 * PER_WORD)  // codes of a row in a segment
+#define OF_LANE (4 * PER_WORD)   // those of them that a lane loads
 #define TILES (PAIRS / 2)  // products of tensor cores that a word of each lane makes
-#define ROWS (16 * ROW_TILES)
-#define COLUMNS (8 * COLUMN_TILES)
+#define ROWS (16 * ROW_TILES)       // of the weight, in a block
+#define COLUMNS (8 * COLUMN_TILES)  // rows of x in a block: columns of W x^T, as tensor cores compute it
+// Whether a segment has codes of several groups; then scales multiply the numbers of codes, or lanes exchange words.
 #define IS_SHORT (GROUP != 0 && GROUP % SEGMENT != 0)
 #define SCALES_CODES (IS_SHORT && IN_16_BITS)
 #define EXCHANGES (IS_SHORT && !IN_16_BITS)

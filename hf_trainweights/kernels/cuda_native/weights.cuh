@@ -34,8 +34,8 @@
 #define HAS_ZERO (OFFSET >= ZERO_POINT && OFFSET <= ROW_ZERO_POINT)
 #define HAS_OFFSET (OFFSET >= FLOAT_ZERO_POINT)
 
-// Whether scales and offsets may multiply numbers of 16 bits: these hold them, and the weight is rounded once. Numbers of a
-// table are rounded before, unless they are those of the programs that have scales of few bits.
+// Whether codes may be scaled as numbers of 16 bits: these hold codes, scales and offsets, so that the weight alone is
+// rounded. Numbers of any table need not fit 16 bits; those of the programs that have scales of few bits do.
 #define IN_16_BITS                                                                                                     \
     (((SCALE == PLAIN && CODES != TABLE) || SCALE == E4M3 || SCALE == E4M3_DIVIDED || (SCALE == E8M0 && !HALF)) &&     \
      (!HAS_OFFSET || (OFFSET == BIAS && SCALE == PLAIN)))
@@ -126,7 +126,7 @@ DEVICE uint32 offset_pair(const Weight &weight, int n, int group) {
 #endif
 }
 
-// What multiplies the whole sum of a row.
+// The factor of the whole sum of a row.
 DEVICE float row_factor(const Weight &weight, int n) {
 #if SCALE == E4M3
     return ((const float *)row_of(weight.global_scale, n))[0];

@@ -1,5 +1,6 @@
 // Attention of a few rows of queries to keys and values that are stored as integers. A block of codes is read once for
-// all query heads that share it, and multiplied as it is stored.
+// all query heads that share it, and multiplied as it is stored. A token is a position of the cache: for it each head
+// has a key and a value.
 //
 // Sixteen tokens make a block, in the order in which one product of bytes serves LANES tokens of keys or LANES columns
 // of values. D is the number of stored columns, a multiple of 32:
@@ -12,12 +13,12 @@
 
 enum { NO_MASK = 0, BOOL_MASK = 1, FLOAT_MASK = 2 };
 
-// What Python fills in this order, in hf_trainweights/kernels/attention.py.
+// The description of an attention. `hf_trainweights/kernels/attention.py` fills it in this order.
 typedef struct {
     int64_t batch, heads;                      // of keys and values
     int64_t shared, rows;                      // query heads for each of these heads, rows for each query head
     int64_t key_columns, value_columns;        // as the model has them
-    int64_t first, end;                        // the tokens that count
+    int64_t first, end;                        // the tokens to attend to, from `first` to before `end`
     int64_t capacity;                          // blocks that a head has room for
     int64_t mask_batch, mask_head, mask_row;   // elements from one to the next; 0 where all share the mask
     float scaling;
@@ -31,10 +32,11 @@ typedef struct {
 // Query rows whose sums stay in registers, and vectors of tokens or columns that are multiplied with them at a time.
 #define TILE 4
 #define STEP (SUMS >= 4 * TILE ? 2 : 1)
+// Instructions multiply bytes, so queries and probabilities become integers of two digits, each a byte with a sign.
 #define DIGITS 2
-// The largest integer of two digits, of which each is a byte with a sign.
+// The largest integer of two digits.
 #define LARGEST 32512.0f
-// Tokens from which on a second thread pays for a head.
+// A head gets one thread more for each so many tokens. For fewer, a thread would cost more time than it saves.
 #define PART 512
 
 #define INLINE static inline __attribute__((always_inline))
@@ -70,7 +72,7 @@ INLINE Floats exponentials(Floats x) {
     return (Floats)((Integers)(power * factor) & ~vanishes);
 }
 
-// Without the function of the C library, which nothing here is linked with.
+// The same for one number. `expf` would be a function of a library that nothing here is linked with.
 INLINE float exponential(float x) { return exponentials(all_floats(x))[0]; }
 
 // Storing tokens
@@ -179,11 +181,12 @@ void load_tokens(const uint8_t *codes, const uint16_t *scales, int64_t heads, in
 // Rows of queries as integers of two digits: a query is `unit` times (256 * high + low).
 typedef struct {
     float unit[TILE];
-    int32_t *offset_sums;  // [TILE][DIGITS][G]: what sums begin with, so that codes count from their offset
+    int32_t *offset_sums;  // [TILE][DIGITS][G]: -offset * the sum of the digits. Sums of products begin with it,
+                           // because codes are too large by the offset
     int8_t *digits;    // [TILE][DIGITS][D]
 } Queries;
 
-// The room of one thread.
+// The scratch memory of one thread.
 typedef struct {
     float *scores;       // [TILE][CHUNK]
     int32_t *integers;   // [CHUNK]
@@ -247,7 +250,8 @@ INLINE void add_row_products(const Integers codes[STEP][2], int bits, const int8
     }
 }
 
-// Fill scores [rows][CHUNK] of `count` tokens, a multiple of BLOCK, and fetch what is multiplied next.
+// Fill scores [rows][CHUNK] of `count` tokens, a multiple of BLOCK, and fetch the codes at `ahead`, which will be
+// multiplied next, into a cache.
 INLINE void score(const Queries *tile, int rows, int bits, int64_t D, const uint8_t *keys, const uint16_t *scales,
                   int64_t count, float scaling, const uint8_t *ahead, float *scores) {
     int64_t G = groups_of_token(bits, D), words = D / 4 / G, bytes = block_bytes(bits, D);
@@ -285,7 +289,8 @@ INLINE void score(const Queries *tile, int rows, int bits, int64_t D, const uint
     }
 }
 
-// Apply the mask to the scores of a row. Tokens before `skipped` and from `count` on do not count.
+// Apply the mask to the scores of a row. A chunk may hold tokens that no row attends to: `skipped` ones before
+// `a->first`, and those from `count` on. Their scores become -infinity.
 static void mask_scores(const Attention *a, const uint8_t *mask, int64_t index, int64_t skipped, int64_t count,
                         float *scores) {
     if (a->mask == BOOL_MASK) {
@@ -297,7 +302,8 @@ static void mask_scores(const Attention *a, const uint8_t *mask, int64_t index, 
     for (int64_t t = count; t < CHUNK; t++) scores[t] = -INFINITY;
 }
 
-// Make scores exponentials, and add them to the total of the row. What was summed before shrinks where `top` rises.
+// Replace the scores of a chunk by the exponentials of their distances to `top`, the largest score of the row so far,
+// and add these to `total`. If `top` rises, `total` and `out`, the sums over earlier chunks, are scaled to the new one.
 static void add_exponentials(float *scores, int64_t D, float *top, float *total, float *out) {
     Floats largest = all_floats(-INFINITY), sum = all_floats(0);
     Integers faults = all_integers(0);
@@ -485,8 +491,9 @@ static void store_row(const Attention *a, const char *sums, int64_t parts, int64
 }
 
 // Fill out [batch][heads * shared][rows][value columns] from query [batch][heads * shared][rows][key columns], in the
-// dtype of the query. `magnitudes` [batch * heads][2][key columns] are those that keys were divided by: their means add
-// the same to all scores of a row, which its exponentials do not show.
+// dtype of the query. `channels` [batch * heads][2][key columns] are the means and magnitudes with which `store_tokens`
+// stored the keys, or NULL. Queries are multiplied by the magnitudes. The means are left out: they would add the same
+// number to all scores of a row, and the softmax would cancel it.
 void attend(const Attention *a, const void *query, const uint8_t *keys, const uint16_t *key_scales,
             const float *channels, const uint8_t *values, const uint16_t *value_scales, const uint8_t *mask, void *out,
             char *memory) {

@@ -3,7 +3,7 @@
 #pragma once
 #include "vectors.h"
 
-// The columns of a superblock of GGUF.
+// The columns of a superblock of GGUF: groups whose scales are integers that share a float factor.
 #define SUPERBLOCK 256
 // Groups that share an outer scale of the coding NESTED.
 #define OUTER_GROUPS 256
@@ -26,7 +26,7 @@ static inline int has_offsets(const Weight *w) { return w->offset == BIAS || w->
 // The floats of each array of `Groups`.
 static inline int64_t groups_length(int64_t G) { return round_up(G, LANES) + LANES; }
 
-// Write eight integers, the bytes of a word, less a number, times a factor.
+// Write (byte - less) * factor for each of the eight bytes of a word.
 static inline __attribute__((always_inline)) void write_octets(uint64_t octets, int less, float factor, float *to) {
 #ifdef __AVX2__
     __m256i integers = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)octets));
@@ -52,6 +52,7 @@ static inline __attribute__((always_inline)) uint64_t load_word(const uint8_t *f
     return half | (uint64_t)quarter << 32;
 }
 
+// A word of eight bytes that all are VALUE.
 #define EACH_OCTET(VALUE) (0x0101010101010101ull * (VALUE))
 
 // Move the eight lowest numbers of 4 bits, or of 2 bits, to a byte each.
@@ -71,7 +72,8 @@ static inline uint64_t twos_of(uint64_t word, int start) {
     return (word >> start & 0x03030303) | (word >> (start + 2) & 0x03030303) << 32;
 }
 
-// The integers of a superblock, a byte each; eight groups need the first word alone.
+// The integer scales and minima of the groups of a superblock, a byte each. A superblock of eight groups fills the
+// first words alone, one of sixteen groups both.
 typedef struct {
     uint64_t scales[2], minima[2];
 } Superblock;
@@ -214,7 +216,8 @@ static inline int operations_of(const Weight *w) {
     return w->family | (has_zeros(w) ? SUBTRACT : 0) | (has_offsets(w) ? ADD : 0);
 }
 
-// Return the numbers that codes of group g stand for. Intermediate results are rounded to a dtype.
+// Return the numbers that codes of group g stand for. The result of each operation but the last is rounded to a dtype;
+// the store of the numbers rounds the last one.
 static inline __attribute__((always_inline)) Floats numbers_of(Floats codes, const Groups *groups, int64_t g,
                                                                int operations, int dtype) {
     if (operations & SUBTRACT) codes = rounded_to(codes - all_floats(groups->zero[g]), dtype);

@@ -29,6 +29,8 @@ static Row row_in(const Product *p, int8_t *memory) {
     return row;
 }
 
+// Write each code as a byte. Where `widen_bytes` takes bytes with a sign (BYTE_OFFSET is 0), they are written less 128,
+// which `widened` adds again.
 static inline __attribute__((always_inline)) void unpack_row(const uint8_t *from, int64_t K, int bits, uint8_t *to) {
     for (int64_t k = 0; k < K; k += BYTES) {
         fetch_ahead(from + (k * bits >> 3));
@@ -88,7 +90,8 @@ static inline __attribute__((always_inline)) Floats weights_of(const Product *p,
     return numbers_of(values, &row->groups, g, operations, dtype);
 }
 
-// Write the weights of row n in a dtype. In `to` the row begins at `at`.
+// Write the weights of row n in a dtype, to the elements of `to` from `at` on. If `each` is 1, each operation rounds
+// its result to the dtype (`rounds_each` of the weight); if it is 0, the last operation alone does.
 static inline __attribute__((always_inline)) void write_weights(const Product *p, const Row *row, int operations,
                                                                 int dtype, int each, void *to, int64_t at) {
     int64_t K = p->weight.K, size = p->weight.group_size ? p->weight.group_size : K;
@@ -181,7 +184,7 @@ static void multiply_rows(const Product *p, const Tokens *tokens, int64_t n) {
     Row row = row_in(p, tokens->rows + thread_index() * imported_row_bytes(p));
     float bias = p->bias ? load_floats(p->bias, w->dtype, n, 1)[0] : 0;
     prepare_row(p, n, &row);
-    // A vector of codes is read before its values are written in place of codes of float8.
+    // The weights of float8 replace the codes in the same memory: each vector is read before it is written.
     write_row(p, &row, FLOAT32, 0, row.values, 0);
     for (int64_t k = w->K; k < padded; k++) row.values[k] = 0;
     for (int64_t token = 0; token < p->M; token += FEW_ROWS) {

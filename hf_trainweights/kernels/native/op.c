@@ -80,8 +80,8 @@ static int64_t take_bits(uint64_t *packed, int bits) {
     return field;
 }
 
-// Return the description of a weight of N rows. Python packs it into one or two numbers, because PyTorch takes 60 ns an
-// argument.
+// Return the description of a weight of N rows. Python packs it into `own`, and for formats of other programs into
+// `imported` too: PyTorch takes 60 ns for each argument of an op, so there are no more than these two numbers.
 static Weight unpack(int64_t N, uint64_t own, uint64_t imported) {
     Weight w = {.N = N};
     w.K = take_bits(&own, 17), w.group_size = take_bits(&own, 17);

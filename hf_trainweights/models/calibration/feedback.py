@@ -102,6 +102,7 @@ def quantize_with_feedback(weight: Tensor, form: Format, moments: Moments, facto
     target = moments.corrected(weight.float(), factor).t().contiguous()
     while True:
         _choose(target.clone(), factor, codes)
+        # Formats of a given size in a file adjust their codes until they have it, from the first column on each time.
         if not codes.again(_file_bits):
             return codes.tensors()
 

@@ -1,7 +1,8 @@
 """The walk over a model's blocks that chooses the codes of each weight with the inputs of its layer.
 
-Three models run each block before the next one: the float model, the model whose codes are being chosen, and a model
-quantized without calibration, which shows the gain of calibration. A `Stream` holds the inputs of each.
+Three models run each block before the next one: the float model (`reference`), the model whose codes are being chosen
+(`own`), and a model quantized without calibration (`plain`), which shows the gain of calibration. A `Stream` holds the
+inputs of each.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def describe(module: nn.Module, configs: Sequence[TrainWeightsConfig]) -> TrainW
     for name, form in formats.items():
         sizes[form] += weights[name].numel()
     config = _of_format(sizes.most_common(1)[0][0], configs)
-    # The first of two with as few left is taken: the one that leaves embeddings alone.
+    # Both options may leave equally few weights as they are. Then `min` takes the first, which leaves embeddings alone.
     options = (config, config.but(include_embeddings=True))
     choices = min((choose(module, option) for option in options), key=_count_left)
     config = choices.config
@@ -48,8 +48,8 @@ def describe(module: nn.Module, configs: Sequence[TrainWeightsConfig]) -> TrainW
     overrides, float_names = {}, [name for name, form in names.items() if form is None]
     quantizable = _quantizable(module)
     for form in dict.fromkeys(form for form in names.values() if form is not None):
-        own = {name for name, own_format in names.items() if own_format == form}
-        overrides |= dict.fromkeys(_fewest_modules(own, quantizable - own), shortest(form))
+        of_form = {name for name, weight_form in names.items() if weight_form == form}
+        overrides |= dict.fromkeys(_fewest_modules(of_form, quantizable - of_form), shortest(form))
     left_out = _fewest_modules(float_names, formats)
     return config.but(overrides=overrides, modules_to_not_convert=left_out or None)
 

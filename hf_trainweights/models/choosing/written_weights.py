@@ -28,6 +28,7 @@ def written_weights(module: nn.Module) -> set[str]:
     written: set[str] = set()
     for prefix, owner in module.named_modules(remove_duplicate=False):
         for path, is_own in _paths_written_by(type(owner)):
+            # The outermost module has no name, and its parameters no dot before theirs.
             start = f"{prefix}.".removeprefix(".")
             if is_own:
                 written.add(start + path)

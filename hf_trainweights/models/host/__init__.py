@@ -1,5 +1,6 @@
-"""The one door to private names of Transformers: names with an underscore, and names that its documentation leaves out.
+"""The only package that uses private names of Transformers: names that begin with an underscore or are undocumented.
 
+Transformers is the host: this package runs as its plugin.
 Transformers 5.17 to 5.24 have all of them, and `tests/models/host/` looks for each in the installed version. If a
 version lacks one, a plain fallback gives the right result, or a typed error says which versions are supported.
 """

@@ -13,7 +13,7 @@ try:
 except ImportError as error:
     raise unsupported("transformers.cache_utils") from error
 
-__all__ = ["Cache", "CacheLayerMixin", "DynamicCache", "EncoderDecoderCache", "layer_types", "own_layer"]
+__all__ = ["Cache", "CacheLayerMixin", "DynamicCache", "EncoderDecoderCache", "dynamic_layer", "layer_types"]
 
 
 def layer_types(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
@@ -24,6 +24,6 @@ def layer_types(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
     return list(zip(types, options, strict=True))
 
 
-def own_layer(layer_type: str, options: dict[str, Any]) -> Any:
+def dynamic_layer(layer_type: str, options: dict[str, Any]) -> Any:
     """Make the layer that Transformers' `DynamicCache` has for a type."""
     return private("cache_utils", "DYNAMIC_LAYER_TYPE_MAPPING")[layer_type](**options)

@@ -138,8 +138,9 @@ def _pattern(suffix: str) -> str:
 
 
 def collected_by_suffix(collected: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the stored tensors that a converter of `make_converter` has collected, by suffix, without guards."""
-    # A guard is collected under its name.
+    """Return the stored tensors that a converter of `make_converter` has collected, by suffix."""
+    # A guard, the one-byte tensor under the plain name of a quantized weight, is collected too. Its key, a whole name,
+    # begins with no colon.
     return {key[1:]: value for key, value in collected.items() if key.startswith(":")}
 
 
@@ -169,16 +170,19 @@ def merges_experts(conversion: Any) -> bool:
 def restore_conversions(model: PreTrainedModel, quantized: Collection[str]) -> None:
     """Let a float save of a model write the same tensors, such as single experts, as if it had never been quantized.
 
-    A save reverts the conversions that the load has used. The load of a quantized checkpoint uses no converter for its
-    weights, nor a renaming that fits only the names of float weights. Such conversions are added here.
+    Transformers records the conversions that a load uses, and a save reverts these. The class of the model defines
+    conversions for float weights. The load of a quantized checkpoint does not use two kinds of them: converters, and
+    renamings that match no name of a stored tensor. This adds these two kinds to the record. The order is that in which
+    the class defines them, because a save reverts them from the last to the first. Conversions that the class does not
+    define, such as a user's `key_mapping`, come first.
     """
     used: list[Any] = getattr(model, "_weight_conversions", None) or []
     of_class = conversions_of_class(model)
     unused = without(of_class, used)
-    hidden = [item for item in unused if isinstance(item, WeightConverter) or renames_float_alone(item, quantized)]
+    missed = [item for item in unused if isinstance(item, WeightConverter) or renames_float_alone(item, quantized)]
     model._weight_conversions = [  # pyright: ignore[reportArgumentType]  (nn.Module takes any attribute)
         *without(used, of_class),
-        *(item for item in of_class if item in hidden or item not in unused),
+        *(item for item in of_class if item in missed or item not in unused),
     ]
 
 

@@ -239,7 +239,8 @@ def _initialized_stand_in(parameter: nn.Parameter) -> nn.Parameter:
 def adopt_before(names: Iterable[str], adopt: Callable[[PreTrainedModel], bool]) -> None:
     """Let methods of Transformers' models first call `adopt`, which returns True if it has replaced them in a model.
 
-    A model may be composed of quantized parts, and no event tells when: a part of a part may be exchanged.
+    A user may put quantized parts into a float model at any time, and nothing tells that it happens. So `adopt` looks
+    for such parts at each call of a method that must treat them differently.
     """
     for name in names:
         original: Any = getattr(PreTrainedModel, name, None)

@@ -39,7 +39,7 @@ def renamed_tensors(module: nn.Module) -> dict[str, str]:
     state = _float_state(module)
     names = {id(tensor): name for name, tensor in state.items()}
     saved = {name: names.get(id(tensor), name) for name, tensor in checkpoint_tensors(module, state).items()}
-    return {name: own for name, own in saved.items() if name != own}
+    return {name: in_module for name, in_module in saved.items() if name != in_module}
 
 
 def _float_state(model: PreTrainedModel) -> dict[str, Tensor]:

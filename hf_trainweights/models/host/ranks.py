@@ -1,7 +1,7 @@
-"""Ranks that hold parts of one model: all fail with the error of one, and the first writes files for all.
+"""Ranks that hold parts of one model: an error of one is raised by all, and the first writes files for all.
 
-The module also serves Transformers' own parallelism, which reads weights, wraps parts and runs modules, and finds out
-whether one rank or all ranks write a Trainer's checkpoints.
+Functions here also prepare quantized weights for models that Transformers itself distributes while it loads them, and
+find out whether one rank or all ranks write a Trainer's checkpoints.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def sharding_of(args: Any) -> Sharding:
     state = AcceleratorState() if is_initialized() else None
     plugin = getattr(state, "fsdp_plugin", None)
     if plugin is None:
-        # `accelerate launch` can ask for either without the arguments.
+        # `accelerate launch` can choose DeepSpeed or FSDP, too. Then the arguments of the Trainer do not show it.
         is_deepspeed = getattr(getattr(state, "distributed_type", None), "name", "") == "DEEPSPEED"
         if is_deepspeed or args.deepspeed:
             return Sharding.SHARDED

@@ -26,7 +26,7 @@ from hf_trainweights.tensor.stored_names import stored_suffixes
 
 
 class _Skeleton(QuantizerOp):
-    """Puts a weight without values, the skeleton's own, in the place of its stored tensors."""
+    """Stands for a weight's stored tensors: the weight that a skeleton, a model on the meta device, has already."""
 
     def convert(  # pyright: ignore[reportIncompatibleMethodOverride]  (the base names arguments that no caller passes)
         self, input_dict: dict[str, Any], model: Any = None, full_layer_name: str = "", **_: Any

@@ -251,7 +251,10 @@ def train(self: PreTrainedModel, mode: bool = True) -> PreTrainedModel:
 
 
 def _trains_leftovers(model: PreTrainedModel) -> bool:
-    """Return whether all float parameters would train, as after a load. Adapters or the user would have frozen some."""
+    """Return whether all float parameters would train, as after a load.
+
+    If one is frozen, adapters or the user have frozen it, and the choice of the others is on purpose.
+    """
     parameters = list(model.parameters())
     quantized = [parameter for parameter in parameters if is_quantized(parameter)]
     trainable = [parameter for parameter in parameters if parameter.requires_grad]

@@ -34,7 +34,7 @@ def save_file(weights: nn.Module | Mapping[str, Tensor], path: str | os.PathLike
 
     Args:
         weights: The module, or names to tensors; they stay as they are. Equal weights give equal files.
-        path: The file. An older file there stays intact until the new one is.
+        path: The file. An older file there stays until the new one is complete.
 
     Raises:
         ConfigError: A value is no tensor; a tensor has no values, a dtype that safetensors files do not hold, or the
@@ -68,7 +68,7 @@ def save_file(weights: nn.Module | Mapping[str, Tensor], path: str | os.PathLike
     aliases = {name: first for name, first in aliases.items() if name not in (first, "format")}
     unique = {name: _plain(tensor.detach()) for name, tensor in state.items() if name not in aliases}
     path = _checked(path)
-    with staged_files(path.parent, lambda _: False) as staged:
+    with staged_files(path.parent, is_replaced=lambda _: False) as staged:  # no other file leaves the directory
         flat = flatten_state_dict(unique, None)
         flat = guards_of(name for name, tensor in unique.items() if isinstance(tensor, QuantizedTensor)) | flat
         tensors = {name: TensorToWrite.of(tensor) for name, tensor in flat.items()}

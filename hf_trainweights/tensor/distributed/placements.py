@@ -45,6 +45,7 @@ class Placed(NamedTuple):
     @property
     def stored_dims(self) -> list[int | None]:
         """For each dimension of the mesh, the stored dimension that is cut along it; None if ranks hold the same."""
+        # A transposed weight is stored with its last two dimensions exchanged.
         last, dims = self.whole.dim() - 1, [getattr(placement, "dim", None) for placement in self.whole.placements]
         dims = [None if dim is None else dim % (last + 1) for dim in dims]
         return [2 * last - 1 - dim if self.transposed and dim is not None and dim >= last - 1 else dim for dim in dims]

@@ -129,7 +129,7 @@ def _split(func: Any, tensor: QuantizedTensor, size: int, dim: int = 0) -> Any:
 
 @implements(aten.slice.Tensor)
 def _slice(func: Any, tensor: QuantizedTensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Any:
-    """Give the first rows of a shard its `padded_rows`: FSDP keeps the padded shard and shows its own rows."""
+    """Let the first rows of a shard keep its `padded_rows`: FSDP pads a shard, and shows the rows without padding."""
     rows = _slice_rows(func, tensor, dim, start, end, step)
     if tensor.padded_rows is not None and isinstance(rows, QuantizedTensor) and dim == 0 and not start:
         rows.padded_rows = tensor.padded_rows

@@ -1,7 +1,7 @@
 """The shards of a quantized weight that ranks hold: cut out of the unsharded weight, and gathered into it again.
 
-A shard is a quantized weight, too. Every rank holds the entries of stored tensors that serve all rows or columns alike,
-such as the one scale of a row that is cut along K.
+A shard is a quantized weight, too. Some entries of stored tensors serve all rows or all columns, such as the one scale
+of a row that is cut along K: every rank holds a copy of these.
 """
 
 from __future__ import annotations

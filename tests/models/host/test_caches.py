@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import DynamicCache, Gemma3TextConfig, LlamaConfig, Qwen3NextConfig, T5Config
 
-from hf_trainweights.models.host.caches import CacheLayerMixin, layer_types, own_layer
+from hf_trainweights.models.host.caches import CacheLayerMixin, dynamic_layer, layer_types
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from hf_trainweights.models.host.caches import CacheLayerMixin, layer_types, own
 )
 def test_layers_are_those_of_transformers_own_cache(config: LlamaConfig) -> None:
     own = DynamicCache(config=config)
-    made = [own_layer(name, options) for name, options in layer_types(config)]
+    made = [dynamic_layer(name, options) for name, options in layer_types(config)]
     assert [type(layer) for layer in made] == [type(layer) for layer in own.layers]
     windows = [getattr(layer, "sliding_window", None) for layer in own.layers]
     assert [

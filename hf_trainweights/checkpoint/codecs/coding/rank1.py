@@ -29,8 +29,9 @@ MEAN_UNITS = 128
 
 # Rows and columns of fewer elements have no mean: it costs more than it saves.
 _FEWEST_PER_MEAN = 16
-# The mean of a column is taken over at most this many rows that are not zero, that of a row over this many columns.
+# The mean of a column is taken over at most this many rows that are not zero.
 _ROWS_PER_COLUMN_MEAN = 128
+# The mean of a row is taken over at most this many columns.
 _COLUMNS_PER_ROW_MEAN = 64
 # Most elements whose logarithms are in memory at once.
 _SUMMED_TILE = 1 << 17

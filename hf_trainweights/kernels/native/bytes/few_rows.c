@@ -59,7 +59,8 @@ static inline int has_group_sums(int kind, int digits) {
     return (kind == NIBBLES && digits < 3) || kind & AFFINE_CODES;
 }
 
-// Groups of columns of the largest power of two that divides a group, up to a step, lie within a step.
+// A step has to hold whole groups. So a group of the file counts as `repeats` smaller ones that share its scale, each
+// of as many columns as the largest power of two that divides the group, but at most a step.
 int prepare_bytes(Product *p) {
     Weight *w = &p->weight;
     int64_t size = w->group_size ? w->group_size : w->K, divisor = size & -size;
@@ -171,15 +172,29 @@ typedef struct {
     const Table *table;
 } Rows;
 
-// Load the codes of a step as vectors of bytes, as many as there are halves.
-static inline __attribute__((always_inline)) void load_step(const uint8_t *codes, int kind, Integers loaded[2]) {
+// The last codes of a row whose planes fill no step, with zeros behind them.
+static __attribute__((noinline)) void copy_planes(const uint8_t *from, int64_t bytes, uint8_t *to, int64_t padded) {
+    // Stores of whole vectors: a load of a vector would wait for smaller stores to the same place.
+    for (int64_t at = 0; at < padded; at += BYTES)
+        *(Integers *)(to + at) = load_bytes(from + at, bytes > at ? least(bytes - at, BYTES) : 0);
+}
+
+// Load the codes of a step as vectors of bytes, as many as there are halves. `left` bytes of the row begin at `codes`;
+// codes behind them are 0.
+static inline __attribute__((always_inline)) void load_step(const uint8_t *codes, int kind, int64_t left,
+                                                            Integers loaded[2]) {
     if (IN_PLANES(kind)) {
+        uint8_t tail[8 * BYTES];
+        if (left < STEP_BYTES(kind)) {
+            copy_planes(codes, left, tail, round_up(STEP_BYTES(kind), BYTES));
+            codes = tail;
+        }
         for (int half = 0; half < HALVES_OF(kind); half++)
             loaded[half] = load_planes(codes, bits_of(kind), half * BYTES);
         if (HALVES_OF(kind) == 2) split_lanes(loaded);
         return;
     }
-    Integers bytes = load_bytes(codes, BYTES);
+    Integers bytes = load_bytes(codes, left);
     if (bits_of(kind) == 4) bytes = loaded_once(bytes);
     loaded[0] = bytes;
     if (kind == BYTE_CODES) loaded[0] = bytes ^ all_bytes(BYTE_OFFSET);
@@ -187,15 +202,16 @@ static inline __attribute__((always_inline)) void load_step(const uint8_t *codes
     loaded[1] = bytes >> 4 & all_bytes(0x0f);
 }
 
-// Multiply a vector of codes of each row with the digits of a step, and add the products to `products`.
-static inline __attribute__((always_inline)) void add_products(const Rows *pair, int64_t at, const Integers *digits,
-                                                               int rows, int vectors, int kind,
+// Multiply a vector of codes of each row with the digits of a step, and add the products to `products`. `left` bytes of
+// the rows begin at `at`.
+static inline __attribute__((always_inline)) void add_products(const Rows *pair, int64_t at, int64_t left,
+                                                               const Integers *digits, int rows, int vectors, int kind,
                                                                Integers products[PAIR][FEW_ROWS * 3]) {
     const int halves = HALVES_OF(kind);
     Integers loaded[PAIR][2], seconds[PAIR][2];
     for (int row = 0; row < rows; row++) {
         fetch_ahead(pair->codes[row] + at);
-        load_step(pair->codes[row] + at, kind, loaded[row]);
+        load_step(pair->codes[row] + at, kind, left, loaded[row]);
         for (int half = 0; half < halves; half++) {
             if (kind == WIDE_TABLE) seconds[row][half] = looked_up(pair->table->values[1], loaded[row][half]);
             if (kind == INDEXES) loaded[row][half] = values_of(loaded[row][half]);
@@ -213,27 +229,13 @@ static inline __attribute__((always_inline)) void add_products(const Rows *pair,
             }
 }
 
-// The most bytes of a step.
-#define TAIL_BYTES (BYTES < 32 ? 32 : BYTES)
-
-// Copy the last bytes of a row, which fill no step. Zeros follow them.
-static __attribute__((noinline)) const uint8_t *copy_tail(const uint8_t *from, int64_t bytes, uint8_t *tail) {
-    // Stores of whole vectors: a load of a vector waits for smaller stores to the same place, which takes a third of a
-    // product with 64 x 32 weights.
-    for (int64_t at = 0; at < TAIL_BYTES; at += BYTES)
-        *(Integers *)(tail + at) = load_bytes(from + at, bytes > at ? bytes - at : 0);
-    return tail;
-}
-
 // Add the products of a row with one scale, which `totals` has to be multiplied by yet.
-static inline __attribute__((always_inline)) void add_whole_row(const Rows *of, const Integers *x,
+static inline __attribute__((always_inline)) void add_whole_row(const Rows *pair, const Integers *x,
                                                                 const Integers *offset_sums, int64_t bytes, int rows,
                                                                 int M, int digits, int kind,
                                                                 Floats totals[PAIR][FEW_ROWS]) {
     const int vectors = M * digits, step = vectors * HALVES_OF(kind);
     Integers products[PAIR][FEW_ROWS * 3], others[PAIR][FEW_ROWS * 3];
-    Rows pair = *of;
-    uint8_t tails[PAIR][TAIL_BYTES];
     int64_t at = 0;
     for (int row = 0; row < rows; row++)
         for (int i = 0; i < vectors; i++) {
@@ -241,32 +243,30 @@ static inline __attribute__((always_inline)) void add_whole_row(const Rows *of, 
             others[row][i] = all_integers(0);
         }
     for (; rows * vectors <= HALVED_SUMS && at + 2 * BYTES <= bytes; at += 2 * BYTES, x += 2 * step) {
-        add_products(&pair, at, x, rows, vectors, kind, products);
-        add_products(&pair, at + BYTES, x + step, rows, vectors, kind, others);
+        add_products(pair, at, BYTES, x, rows, vectors, kind, products);
+        add_products(pair, at + BYTES, BYTES, x + step, rows, vectors, kind, others);
     }
-    for (; at + BYTES <= bytes; at += BYTES, x += step) add_products(&pair, at, x, rows, vectors, kind, products);
-    if (at < bytes) {
-        for (int row = 0; row < rows; row++) pair.codes[row] = copy_tail(pair.codes[row] + at, bytes - at, tails[row]);
-        add_products(&pair, 0, x, rows, vectors, kind, products);
-    }
+    for (; at + BYTES <= bytes; at += BYTES, x += step) add_products(pair, at, BYTES, x, rows, vectors, kind, products);
+    if (at < bytes) add_products(pair, at, bytes - at, x, rows, vectors, kind, products);
     for (int row = 0; row < rows; row++) {
         for (int i = 0; i < vectors; i++) products[row][i] += others[row][i];
         for (int m = 0; m < M; m++) totals[row][m] = join_digits(products[row] + m * digits, digits);
     }
 }
 
-// Add the products of a span times their scales to `totals`.
-static inline __attribute__((always_inline)) void add_span(const Rows *pair, int64_t at, const Integers *x,
-                                                           const Integers *offset_sums, int64_t scale_at,
-                                                           Integers lanes, int64_t steps, int rows, int M, int digits,
-                                                           int kind, int span, Floats totals[PAIR][FEW_ROWS]) {
+// Add the products of a span times their scales to `totals`. `left` bytes of the rows begin at its last step.
+static inline __attribute__((always_inline)) void add_span(const Rows *pair, int64_t at, int64_t left,
+                                                           const Integers *x, const Integers *offset_sums,
+                                                           int64_t scale_at, Integers lanes, int64_t steps, int rows,
+                                                           int M, int digits, int kind, int span,
+                                                           Floats totals[PAIR][FEW_ROWS]) {
     const int vectors = M * digits, step = vectors * HALVES_OF(kind);
     Integers products[PAIR][FEW_ROWS * 3];
     for (int row = 0; row < rows; row++)
         for (int i = 0; i < vectors; i++)
             products[row][i] = has_group_sums(kind, digits) ? all_integers(0) : offset_sums[i];
     for (int64_t i = 0; i < steps; i++)
-        add_products(pair, at + i * STEP_BYTES(kind), x + i * step, rows, vectors, kind, products);
+        add_products(pair, at + i * STEP_BYTES(kind), left, x + i * step, rows, vectors, kind, products);
     for (int row = 0; row < rows; row++) {
         const float *scale = pair->scale + row * pair->scales + scale_at;
         Floats factors = span == WITHIN ? permuted(*(const Floats *)scale, lanes) : all_floats(*scale);
@@ -277,7 +277,7 @@ static inline __attribute__((always_inline)) void add_span(const Rows *pair, int
 }
 
 // Add the products of a row whose groups have scales.
-static inline __attribute__((always_inline)) void add_groups(const Rows *of, const Integers *x,
+static inline __attribute__((always_inline)) void add_groups(const Rows *pair, const Integers *x,
                                                              const Integers *offset_sums, int64_t bytes, int64_t size,
                                                              int rows, int M, int digits, int kind, int span,
                                                              Floats totals[PAIR][FEW_ROWS]) {
@@ -286,20 +286,16 @@ static inline __attribute__((always_inline)) void add_groups(const Rows *of, con
     const int64_t columns = COLUMNS_OF(kind), groups = span == WITHIN ? columns / size : 1;
     const int64_t steps = span == SEVERAL ? size / columns : span == TWO ? 2 : 1;
     const Integers lanes = lane_numbers() >> __builtin_ctzll(LANES / groups);
-    Rows pair = *of;
-    uint8_t tails[PAIR][TAIL_BYTES];
     int64_t at = 0, scale_at = 0;
     for (int row = 0; row < rows; row++)
         for (int m = 0; m < M; m++) totals[row][m] = all_floats(0);
     for (; at + steps * STEP_BYTES(kind) <= bytes; at += steps * STEP_BYTES(kind), scale_at += groups) {
-        add_span(&pair, at, x, offset_sums, scale_at, lanes, steps, rows, M, digits, kind, span, totals);
+        add_span(pair, at, STEP_BYTES(kind), x, offset_sums, scale_at, lanes, steps, rows, M, digits, kind, span, totals);
         x += steps * vectors * HALVES_OF(kind);
         offset_sums += vectors;
     }
-    if (span == WITHIN && at < bytes) {
-        for (int row = 0; row < rows; row++) pair.codes[row] = copy_tail(pair.codes[row] + at, bytes - at, tails[row]);
-        add_span(&pair, 0, x, offset_sums, scale_at, lanes, steps, rows, M, digits, kind, span, totals);
-    }
+    if (span == WITHIN && at < bytes)
+        add_span(pair, at, bytes - at, x, offset_sums, scale_at, lanes, steps, rows, M, digits, kind, span, totals);
 }
 
 // Add the scales, or the offsets, of all groups times the sums of x there.

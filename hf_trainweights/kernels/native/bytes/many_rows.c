@@ -1,6 +1,6 @@
 // Products of many rows of x with integer codes. Tokens lie side by side in the lanes of a vector, and each instruction
 // multiplies four digits of each token with four codes of one row of the weight. No reordered copy of the weight is
-// kept: a block of its rows is unpacked to bytes once for all tokens. The digits of the tokens are called a panel.
+// kept: a block of its rows is unpacked to bytes once for all tokens. The digits of the tokens held are the panel.
 #include "digits.h"
 #include "integers.h"
 
@@ -10,7 +10,7 @@
 // Bytes of the digits that are held at a time: half of a second-level cache of 1 MB.
 #define PANEL_BYTES (1 << 19)
 
-// A tile: the tokens of one to three vectors.
+// A tile: the tokens of one to three vectors, whose sums with some rows stay in registers.
 typedef struct {
     int64_t tokens;
     int vectors;
@@ -123,7 +123,7 @@ static void write_tokens(const Product *p, const Tile *tile, int vector, const c
 // and 12, 6 or 4 with AVX2 and NEON.
 #define ROWS_FOR(COUNT) (SUMS / (COUNT) > 16 ? 16 : SUMS / (COUNT))
 
-// Fill the `sums` of ROWS rows of a block, from `row` on, with the tokens of a tile.
+// Fill `sums` with the products of ROWS rows of a block, from `row` on, and the tokens of a tile.
 #define ACCUMULATE(VECTORS, DIGITS)                                                                              \
     static void accumulate_##VECTORS##_##DIGITS(const Product *p, const Tile *tile, const Block *block,          \
                                                 int64_t row) {                                                   \
