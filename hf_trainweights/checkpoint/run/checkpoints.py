@@ -171,8 +171,8 @@ def verify_checkpoint(path: str | Path) -> CheckpointReport:
         (entry.size_bytes, partial(_file_problem, directory / name, entry, present.get(name)))
         for name, entry in manifest.files.items()
     ]
-    found = in_order(tasks, worker_count(sum(size_bytes for size_bytes, _ in tasks)), lambda _: 0)
-    problems = {name: problem for name, problem in zip(manifest.files, found, strict=True) if problem}
+    sentences = in_order(tasks, worker_count(sum(size_bytes for size_bytes, _ in tasks)), lambda _: 0)
+    problems = {name: problem for name, problem in zip(manifest.files, sentences, strict=True) if problem}
     foreign = sorted(set(present) - set(manifest.files) - {MANIFEST_NAME})
     if manifest.base is not None:
         try:
