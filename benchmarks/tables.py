@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks import every_architecture
 from benchmarks.checkpoints.tables import CHECKPOINT_TABLES, CheckpointTable
-from benchmarks.markdown import table
+from benchmarks.markdown import listed, table
 from benchmarks.speed import tables as speed_tables
 from benchmarks.thresholds import amx_ways, constants, thresholds
 
@@ -29,60 +29,50 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 def quality() -> str:
     """Return what each format keeps of MiniLM-L6-v2."""
     report = read("quality")
-    rows = [
-        [
-            name_of(row),
-            f"{row['bits_per_weight']:.2f}",
-            f"{row['snr_db']:.1f}",
-            f"{row['mean_cosine']:.4f}",
-        ]
-        for row in report["rows"]
-    ]
-    header = ["format", "bits per weight", "SNR of the Linears, dB", "mean cosine of embeddings"]
+    columns = {
+        "format": name_of,
+        "bits per weight": "{bits_per_weight:.2f}",
+        "SNR of the Linears, dB": "{snr_db:.1f}",
+        "mean cosine of embeddings": "{mean_cosine:.4f}",
+    }
     caption = f"{report['model']}; {report['sentences']}. Higher is better."
-    return f"{table(header, rows)}\n\n{caption}"
+    return f"{listed(report['rows'], columns)}\n\n{caption}"
 
 
 def curve() -> str:
     """Return what each format, budget and peer keeps of two models, by its bits."""
     report = read("curve")
-    rows = [
-        [
-            row["method"],
-            row["family"],
-            f"{row['minilm']['bits']:.2f}",
-            f"{row['minilm']['snr_db']:.1f}",
-            f"{row['minilm']['mean_cosine']:.4f}",
-            f"{row['llama']['divergence_millinats']:.2f}",
-            f"{row['llama']['perplexity_lost_percent']:.2f}",
-        ]
-        for row in sorted(report["rows"], key=lambda row: row["minilm"]["bits"])
-    ]
-    header = ["method", "family", "bits", "SNR, dB", "mean cosine", "divergence, millinats", "perplexity lost, %"]
+    columns = {
+        "method": "{method}",
+        "family": "{family}",
+        "bits": "{minilm[bits]:.2f}",
+        "SNR, dB": "{minilm[snr_db]:.1f}",
+        "mean cosine": "{minilm[mean_cosine]:.4f}",
+        "divergence, millinats": "{llama[divergence_millinats]:.2f}",
+        "perplexity lost, %": "{llama[perplexity_lost_percent]:.2f}",
+    }
+    rows = sorted(report["rows"], key=lambda row: row["minilm"]["bits"])
     caption = (
         f"Bits, SNR and mean cosine: {report['minilm']}. Divergence and perplexity: {report['llama']}. Weights in "
         "bfloat16; bits count scales of 16 bits. What is called calibrated, imatrix or GPTQ got 256 sentences of "
         "docstrings, or 64 windows of 128 tokens of program text, none of them among those that are measured on."
     )
-    return f"{table(header, rows)}\n\n{caption}"
+    return f"{listed(rows, columns)}\n\n{caption}"
 
 
 def embeddings() -> str:
     """Return what quantized embeddings and heads cost."""
     report = read("embeddings")
-    rows = [
-        [
-            method,
-            f"{row['minilm']['mean_cosine']:.4f}",
-            f"{row['llama']['divergence_millinats']:.2f}",
-            f"{row['llama']['perplexity_lost_percent']:.2f}",
-            f"{100 * row['llama']['float_share']:.0f} %",
-        ]
-        for method, row in report["rows"].items()
-    ]
-    header = ["format", "mean cosine", "divergence, millinats", "perplexity lost, %", "bytes left in float"]
+    columns = {
+        "format": "{method}",
+        "mean cosine": "{minilm[mean_cosine]:.4f}",
+        "divergence, millinats": "{llama[divergence_millinats]:.2f}",
+        "perplexity lost, %": "{llama[perplexity_lost_percent]:.2f}",
+        "bytes left in float": lambda row: f"{100 * row['llama']['float_share']:.0f} %",
+    }
+    rows = [{"method": method, **row} for method, row in report["rows"].items()]
     caption = "Cosine: MiniLM-L6-v2. The rest: the demo's Llama, whose head is its embedding; mean of three seeds."
-    return f"{table(header, rows)}\n\n{caption}"
+    return f"{listed(rows, columns)}\n\n{caption}"
 
 
 def host_time() -> str:
@@ -110,46 +100,37 @@ def host_time() -> str:
 def gguf_import() -> str:
     """Return the format of each kind of GGUF blocks."""
     report = read("gguf_import")
-    rows = [
-        [
-            row["kind"],
-            f"`{row['format']}`",
-            f"{row['source_bits']:.2f}",
-            f"{row['bits']:.2f}",
-            ", ".join(row["exact"]) or "none",
-            f"{row['million_weights_per_second']:.0f}",
-            f"{row['times_as_fast_as_gguf']:.1f}",
-        ]
-        for row in report["rows"]
-    ]
-    header = ["kind", "becomes", "bits in the file", "bits here", "equal bit for bit in"]
-    header += ["million weights a second", "times as fast as gguf"]
+    columns = {
+        "kind": "{kind}",
+        "becomes": "`{format}`",
+        "bits in the file": "{source_bits:.2f}",
+        "bits here": "{bits:.2f}",
+        "equal bit for bit in": lambda row: ", ".join(row["exact"]) or "none",
+        "million weights a second": "{million_weights_per_second:.0f}",
+        "times as fast as gguf": "{times_as_fast_as_gguf:.1f}",
+    }
     caption = (
         f"{report['cpu']}, one thread, by CPU time. gguf {report['versions']['gguf']} dequantizes by numpy; its values "
         "are those compared."
     )
-    return f"{table(header, rows)}\n\n{caption}"
+    return f"{listed(report['rows'], columns)}\n\n{caption}"
 
 
 def demo() -> str:
     """Return what the demo measured."""
     report = read("demo")
-    rows = [
-        [
-            row["format"],
-            f"{row['disk_bytes'] / 1e6:.2f} MB",
-            f"{row['bits_per_weight']:.2f}",
-            f"{row['perplexity']:.3f}",
-            "failed" if row["failures"] else "bit-equal",
-        ]
-        for row in report["rows"]
-    ]
-    header = ["format", "on disk", "bits per weight", "perplexity", "reload"]
+    columns = {
+        "format": "{format}",
+        "on disk": lambda row: f"{row['disk_bytes'] / 1e6:.2f} MB",
+        "bits per weight": "{bits_per_weight:.2f}",
+        "perplexity": "{perplexity:.3f}",
+        "reload": lambda row: "failed" if row["failures"] else "bit-equal",
+    }
     caption = (
         f"What the demo printed: {report['model']}, perplexity on held-out files of the {report['held_out']}. Bits are "
         "those in memory, where coded weights are int8."
     )
-    return f"{table(header, rows)}\n\n{caption}"
+    return f"{listed(report['rows'], columns)}\n\n{caption}"
 
 
 # What `benchmarks.abilities` tried, and the method of `benchmarks.run` that is the same one.
@@ -213,16 +194,13 @@ def abilities_by_format() -> str:
 
 def peer_suites() -> str:
     """Return how many tests of other packages pass with a quantized model."""
-    rows = [
-        [
-            f"{name} {row['version']}",
-            row["tests"],
-            str(row["passed"] + row["failed"] + row["skipped"]),
-            str(row["passed"]),
-        ]
-        for name, row in read("ecosystem")["peer_suites"].items()
-    ]
-    return table(["package", "source of the tests", "pass in float", "of them in int8"], rows)
+    columns = {
+        "package": "{name} {version}",
+        "source of the tests": "{tests}",
+        "pass in float": lambda row: str(row["passed"] + row["failed"] + row["skipped"]),
+        "of them in int8": "{passed}",
+    }
+    return listed([{"name": name, **row} for name, row in read("ecosystem")["peer_suites"].items()], columns)
 
 
 def export_formats() -> str:
@@ -330,23 +308,20 @@ def programs() -> str:
     """Return how exact, small and fast the programs of PyTorch's own runtimes are."""
     report = read("programs")
     floats = {row["runtime"]: row for row in report["rows"] if row["format"] == "float32"}
-    rows = [
-        [
-            f"{row['format']}, {row['runtime']}",
-            f"{row['difference']:.1e}",
-            f"{row['bytes'] / floats[row['runtime']]['bytes']:.2f}",
-            f"{row['ratio']:.2f}",
-        ]
-        for row in report["rows"]
-        if row["format"] != "float32"
-    ]
+    columns = {
+        "format, runtime": "{format}, {runtime}",
+        "largest difference": "{difference:.1e}",
+        "file": lambda row: f"{row['bytes'] / floats[row['runtime']]['bytes']:.2f}",
+        "speed": "{ratio:.2f}",
+    }
+    rows = [row for row in report["rows"] if row["format"] != "float32"]
     caption = (
         "MiniLM-L6-v2 with its real weights, embeddings quantized too, on a batch of 8 sentences. Differences are to "
         "the dequantized model, as a part of its largest output; file and speed are relative to the float32 program of "
         f"the same runtime. {report['machine']}; medians of {report['rounds']} rounds by turns. PyTorch "
         f"{report['versions']['torch']}."
     )
-    return f"{table(['format, runtime', 'largest difference', 'file', 'speed'], rows)}\n\n{caption}"
+    return f"{listed(rows, columns)}\n\n{caption}"
 
 
 def llama_cpp() -> str:
@@ -404,47 +379,46 @@ def speed(make: Callable[[dict[str, Any]], str], part: str, *, amx: bool = False
 def fuzz(name: str) -> str:
     """Return what a run of `tests.fuzz` tried and found."""
     report = read(name)
-    rows = [
-        [
-            row["target"],
-            f"{row['inputs']:,}",
-            f"{row['accepted']:,}",
-            f"{row['refused']:,}",
-            f"{row['findings']:,}",
-            f"{row['peak_bytes'] / 2**20:.0f}",
-        ]
-        for row in report["rows"]
-    ]
+    columns = {
+        "what is mutated": "{target}",
+        "inputs": "{inputs:,}",
+        "accepted": "{accepted:,}",
+        "refused by name": "{refused:,}",
+        "findings": "{findings:,}",
+        "peak memory, MiB": lambda row: f"{row['peak_bytes'] / 2**20:.0f}",
+    }
     total = sum(row["inputs"] for row in report["rows"])
-    header = ["what is mutated", "inputs", "accepted", "refused by name", "findings", "peak memory, MiB"]
     build = ", under AddressSanitizer and UndefinedBehaviorSanitizer" if report.get("sanitized") else ""
     caption = f"{total:,} inputs in {report['seconds'] / 60:.0f} minutes{build}, {_run_of(report)}."
-    return f"{table(header, rows)}\n\n{caption}"
+    return f"{listed(report['rows'], columns)}\n\n{caption}"
 
 
 def soak() -> str:
     """Return how often `tests.soak` killed what, and what it found."""
     report = read("soak")
-    rows = [[r["kind"], f"{r['runs']:,}", f"{r['kills']:,}", f"{len(r['findings']):,}"] for r in report["rows"]]
+    columns = {
+        "what is killed": "{kind}",
+        "runs": "{runs:,}",
+        "kills": "{kills:,}",
+        "findings": lambda row: f"{len(row['findings']):,}",
+    }
     kills = sum(row["kills"] for row in report["rows"])
     caption = f"{kills:,} kills in {report['seconds'] / 60:.0f} minutes, {_run_of(report)}."
-    return f"{table(['what is killed', 'runs', 'kills', 'findings'], rows)}\n\n{caption}"
+    return f"{listed(report['rows'], columns)}\n\n{caption}"
 
 
 def exhaustive() -> str:
     """Return what the last exhaustive run of the tests found on each kind of machine."""
-    header = ["CPU", "passed", "failed", "skipped", "minutes", "date", "PyTorch", "Transformers"]
-    rows = [
-        [
-            f"{run['machine']} ({', '.join(run['flags'])})",
-            *(f"{run[name]:,}" for name in ("passed", "failed", "skipped")),
-            f"{run['minutes']:.0f}",
-            run["date"],
-            *(run["versions"][name] for name in ("torch", "transformers")),
-        ]
-        for run in read("exhaustive")
-    ]
-    return table(header, rows)
+    columns = {
+        "CPU": lambda run: f"{run['machine']} ({', '.join(run['flags'])})",
+        **{name: f"{{{name}:,}}" for name in ("passed", "failed", "skipped")},
+        "minutes": "{minutes:.0f}",
+        "date": "{date}",
+        "PyTorch": "{versions[torch]}",
+        "Transformers": "{versions[transformers]}",
+    }
+    runs: Any = read("exhaustive")  # a list
+    return listed(runs, columns)
 
 
 def mutants() -> str:
@@ -549,26 +523,22 @@ def calibration() -> str:
     """Return what calibration costs."""
     report = read("calibration")
     factors = report["factors"]
-    rows = [
-        [
-            row["shape"],
-            f"{row['tokens']:,}",
-            f"{row['cpu_seconds'] / row['blocks'] / 60:.1f}",
-            f"{row['cpu_seconds_of_all_blocks'] / 3600:.1f}",
-            f"{row['peak_anonymous_bytes'] / 1e9:.1f} GB",
-            f"{row['cpu']} ({', '.join(row['flags'])})",
-        ]
-        for row in report["rows"]
-    ]
+    columns = {
+        "Llama of": "{shape}",
+        "tokens": "{tokens:,}",
+        "minutes of one core, a block": lambda row: f"{row['cpu_seconds'] / row['blocks'] / 60:.1f}",
+        "hours, all blocks": lambda row: f"{row['cpu_seconds_of_all_blocks'] / 3600:.1f}",
+        "memory": lambda row: f"{row['peak_anonymous_bytes'] / 1e9:.1f} GB",
+        "CPU": lambda row: f"{row['cpu']} ({', '.join(row['flags'])})",
+    }
     blocks = " and ".join(str(row["blocks"]) for row in report["rows"])
-    header = ["Llama of", "tokens", "minutes of one core, a block", "hours, all blocks", "memory", "CPU"]
     caption = (
         f"{report['format']}, bfloat16. Measured with {blocks} blocks, as all are alike. Memory is what no file holds. "
         "The factors of second moments are taken in float32: in float64 they "
         f"take {factors['float64_over_float32']:.1f} times as long and differ by {factors['difference']:.0e} of their "
         f"norm, at {factors['K']:,} inputs."
     )
-    return f"{table(header, rows)}\n\n{caption}"
+    return f"{listed(report['rows'], columns)}\n\n{caption}"
 
 
 def gpu_instructions() -> str:
@@ -630,26 +600,22 @@ def _gpu_caption(report: dict[str, Any]) -> str:
 
 def scale() -> str:
     """Return what quantizing large models takes."""
-    report, rows = read("scale"), []
-    for row in report["rows"]:
-        int4 = next(each for each in report["rows"] if (each["shape"], each["config"]) == (row["shape"], "int4"))
-        rows.append(
-            [
-                f"{row['shape']}, {row['config']}",
-                f"{2 * row['weights'] / 1e9:.1f} GB",
-                f"{row['written_bytes'] / 1e9:.1f} GB",
-                f"{row['peak_bytes'] / 1e9:.2f} GB",
-                f"{row['cpu_seconds']:.0f}",
-                f"{row['cpu_seconds'] / int4['cpu_seconds']:.1f}",
-                f"{100 * row['reload_bytes'] / row['written_bytes']:.1f} %",
-            ]
-        )
-    header = ["Llama of", "bfloat16", "written", "memory", "CPU s", "of int4's", "memory of a reload"]
+    report = read("scale")
+    int4_seconds = {row["shape"]: row["cpu_seconds"] for row in report["rows"] if row["config"] == "int4"}
+    columns = {
+        "Llama of": "{shape}, {config}",
+        "bfloat16": lambda row: f"{2 * row['weights'] / 1e9:.1f} GB",
+        "written": lambda row: f"{row['written_bytes'] / 1e9:.1f} GB",
+        "memory": lambda row: f"{row['peak_bytes'] / 1e9:.2f} GB",
+        "CPU s": "{cpu_seconds:.0f}",
+        "of int4's": lambda row: f"{row['cpu_seconds'] / int4_seconds[row['shape']]:.1f}",
+        "memory of a reload": lambda row: f"{100 * row['reload_bytes'] / row['written_bytes']:.1f} %",
+    }
     caption = (
         f"{report['cpu']}, one thread, embeddings left in bfloat16. Memory is what no file holds, above what the "
         "imports hold; that of a reload is a share of what was written."
     )
-    return f"{table(header, rows)}\n\n{caption}"
+    return f"{listed(report['rows'], columns)}\n\n{caption}"
 
 
 def checkpoint_cores() -> str:

@@ -66,17 +66,12 @@ class UnstorableError(TrainWeightsError, TypeError):
     """A value in a training state is of a type that a compressed checkpoint file cannot hold."""
 
 
-def did_you_mean(found: object, known: Iterable[str], default: str) -> str:
-    """Return the next step of an error about a wrong name: a question with the nearest right name.
-
-    Args:
-        found: The wrong name; a value that is not a string counts as far from all names.
-        known: The names that would have been right.
-        default: The next step if no name is near.
+def did_you_mean(wrong_name: object, right_names: Iterable[str], default: str) -> str:
+    """Return the next step of an error about a wrong name: a question with the nearest right name, or `default`.
 
     Examples:
         >>> did_you_mean("dwon_proj", ["up_proj", "down_proj"], "Choose one of these.")
         'Did you mean "down_proj"?'
     """
-    near = difflib.get_close_matches(found, list(known), n=1) if isinstance(found, str) else []
+    near = difflib.get_close_matches(wrong_name, [*right_names], n=1) if isinstance(wrong_name, str) else []
     return f'Did you mean "{near[0]}"?' if near else default

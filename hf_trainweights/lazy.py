@@ -9,9 +9,7 @@ from importlib import import_module
 def lazy(package: str, modules: Mapping[str, str]) -> Callable[[str], object]:
     """Return the `__getattr__` of a package, which imports the module of a name when the name is first used.
 
-    Args:
-        package: The dotted name of the package.
-        modules: Maps each name to the dotted path of its module, relative to the package.
+    `modules` maps each name to the dotted path of its module, relative to the package.
     """
 
     def find(name: str) -> object:

@@ -70,6 +70,11 @@ def load_library(path: Path, functions: Mapping[str, str], abi: int) -> ctypes.C
     return None if fault else library
 
 
+def address_of(tensor: torch.Tensor | None) -> int | None:
+    """Return the address of a tensor's first element, for an argument of type `p`; None, a null pointer, for None."""
+    return None if tensor is None else tensor.data_ptr()
+
+
 def _declare(library: ctypes.CDLL, functions: Mapping[str, str]) -> None:
     for name, (result, *arguments) in functions.items():
         function = getattr(library, name)

@@ -19,6 +19,13 @@ from transformers.pytorch_utils import Conv1D
 
 VOCAB_SIZE = 96
 NEW_TOKENS = 5
+# Options of `save_pretrained`, by kind of weight files; the models are larger than a shard.
+SERIALIZATIONS: dict[str, dict[str, Any]] = {
+    "safetensors": {},
+    "bin": {"safe_serialization": False},
+    "sharded": {"max_shard_size": "32KB"},
+    "sharded_bin": {"safe_serialization": False, "max_shard_size": "32KB"},
+}
 
 TEXT = {
     "vocab_size": VOCAB_SIZE,
@@ -108,6 +115,12 @@ def outputs(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[Tensor]:
     """Return every floating tensor that `model(**inputs)` gives, in a fixed order, without caches."""
     with torch.no_grad():
         return list(floating_tensors(model(**inputs)))
+
+
+def computes_the_same(model: nn.Module, other: nn.Module) -> bool:
+    """Return whether two Llamas give the same bits."""
+    inputs = ARCHITECTURES["llama"].make_inputs()
+    return all(map(torch.equal, outputs(model, inputs), outputs(other, inputs)))
 
 
 def floating_tensors(value: object) -> Iterator[Tensor]:

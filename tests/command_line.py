@@ -6,13 +6,13 @@ import json
 import os
 import signal
 import sys
-import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import exit_code_of, fork
 from typer.testing import CliRunner
 
 from hf_trainweights_cli.main import app, main
@@ -51,10 +51,8 @@ def fork_command(
     Returns:
         Its process id.
     """
-    if child := os.fork():
-        return child
-    code: object = 1
-    try:
+
+    def run_command() -> None:
         os.setsid()
         for target, source in enumerate((stdin, stdout, stderr)):
             os.dup2(source, target)
@@ -65,18 +63,8 @@ def fork_command(
         sys.argv = ["trainweights", *map(str, arguments)]
         prepare()
         main()
-    except SystemExit as ended:
-        code = ended.code or 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else 1)
 
-
-def exit_code_of(child: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return fork(run_command)
 
 
 def run_without_terminal(directory: Path, *arguments: object) -> tuple[int, str, str]:

@@ -17,11 +17,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import traceback
 import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from forks import exit_code_of, fork
 
 _SECONDS = 300  # after which a program is killed
 
@@ -84,36 +85,20 @@ def _serve() -> None:
     sys.path[0] = ""
     gc.freeze()  # a garbage collector that looks through all that copies it, in each fork
     for line in sys.stdin:
-        child = os.fork()
-        if not child:
-            _run(**json.loads(line))
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        print(exit_code_of(fork(functools.partial(_run, **json.loads(line)))), flush=True)
 
 
 def _run(program: str, arguments: list[str], cwd: str, environment: dict[str, str], said: list[str]) -> None:
-    """Run a program in this process, and end it."""
-    code: object = 1
-    try:
-        signal.alarm(_SECONDS)
-        for descriptor, path in enumerate((os.devnull, *said)):
-            os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), descriptor)
-        os.chdir(cwd)
-        os.environ.clear()
-        os.environ.update(environment)
-        sys.argv = ["-c", *arguments]
-        sys.modules["__main__"] = main = types.ModuleType("__main__")
-        exec(compile(program, "<string>", "exec"), vars(main))
-        code = 0
-    except SystemExit as ended:
-        code = ended.code or 0
-        if not isinstance(code, int):
-            print(code, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else 1)
+    """Run a program in this process."""
+    signal.alarm(_SECONDS)
+    for descriptor, path in enumerate((os.devnull, *said)):
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), descriptor)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["-c", *arguments]
+    sys.modules["__main__"] = main = types.ModuleType("__main__")
+    exec(compile(program, "<string>", "exec"), vars(main))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Measures that several test files share: signal-to-noise, stored scales."""
+"""Measures that several test files share: signal-to-noise, stored scales, the bytes of a directory; and damage."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,6 +20,18 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Return the bytes of all files of a directory and those below it, by path."""
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def flip_a_bit(path: Path, at: int | None = None) -> None:
+    """Flip the lowest bit of one byte of a file, by default of the one in the middle."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if at is None else at] ^= 1
+    path.write_bytes(content)
 
 
 def snr_db(reference: Tensor, approximation: Tensor) -> float:

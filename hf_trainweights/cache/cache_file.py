@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,12 @@ from hf_trainweights.cache.layers import BITS, KVLayer
 from hf_trainweights.cache.own_states import decode_state, encode_state
 from hf_trainweights.cache.stores import FloatStore, IntegerStore, Store
 from hf_trainweights.errors import ConfigError, CorruptFileError
-from hf_trainweights.files.safetensors_file import TensorToWrite, read_safetensors_header, write_safetensors
+from hf_trainweights.files.safetensors_file import (
+    TensorToWrite,
+    read_safetensors_header,
+    safetensors_path,
+    write_safetensors,
+)
 from hf_trainweights.files.staging import staged_files
 from hf_trainweights.kernels.tokens import BLOCK_TOKENS, TokenFormat
 
@@ -46,7 +50,7 @@ def write_cache(path: str | os.PathLike[str], caches: Layers, kinds: tuple[str, 
     UnsupportedError: a layer of Transformers keeps a state that a file cannot hold. SaveError: the file cannot be
     written.
     """
-    path = _checked(path)
+    path = safetensors_path(path)
     content: dict[str, Any] = {"version": _VERSION, "kinds": kinds}
     tensors: dict[str, TensorToWrite] = {}
     for name, layers in caches.items():
@@ -56,13 +60,6 @@ def write_cache(path: str | os.PathLike[str], caches: Layers, kinds: tuple[str, 
             tensors |= {key: TensorToWrite.of(tensor) for key, tensor in stored.items()}
     with staged_files(path.parent, is_replaced=lambda _: False) as staged:  # no other file leaves the directory
         write_safetensors(staged.path / path.name, tensors, {_ENTRY: json.dumps(content), "format": "pt"})
-
-
-def _checked(path: str | os.PathLike[str]) -> Path:
-    path = Path(path)
-    if path.suffix != ".safetensors":
-        raise ConfigError(str(path), "a name that ends in .safetensors", repr(path.suffix), "Add it.")
-    return path
 
 
 def _describe(name: str, layer: Any) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
@@ -93,7 +90,7 @@ class CacheFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = _checked(path)
+        self.path = safetensors_path(path)
         if not self.path.exists():
             raise ConfigError(str(path), "a file of KVCache.save", "nothing there", "Check the path.")
         self._header = read_safetensors_header(self.path)

@@ -14,13 +14,7 @@ def use_in_generate(kind: str | tuple[str, str]) -> None:
     """Let `generate` of all models in this process make a `KVCache` for each call that is handed no cache.
 
     Calls with `use_cache=False` or a `cache_implementation`, and models that keep another state, such as Mamba, stay as
-    they are.
-
-    Args:
-        kind: As for `KVCache`.
-
-    Raises:
-        ConfigError: `kind` is none of those.
+    they are. ConfigError: `kind` is none of those that `KVCache` takes.
     """
     mixin: Any = GenerationMixin
     kinds, original = checked_kinds(kind), mixin.generate

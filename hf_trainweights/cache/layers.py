@@ -266,11 +266,8 @@ class KVLayer(CacheLayerMixin):
     def tokens_to_remove(self, number: int) -> int:
         """Return how many tokens `crop(number)` removes.
 
-        Args:
-            number: Negative: so many tokens; positive, as Transformers 5.17 calls it: the length that is left.
-
-        Raises:
-            ConfigError: There are not so many, or a window that ends before them is no longer stored.
+        A negative `number` is so many tokens, a positive one, as Transformers 5.17 calls it, the length that is left.
+        ConfigError: there are not so many, or a window that ends before them is no longer stored.
         """
         number = int(number)  # Transformers 5.17 may pass a tensor
         count = -number if number <= 0 else max(0, self.get_seq_length() - number)

@@ -82,11 +82,7 @@ class FloatStore:
 
 
 class IntegerStore:
-    """Tokens of 8 or 4 bits; the columns of keys are equalized by the tokens that the store begins with.
-
-    Args:
-        stored: Room for tokens.
-    """
+    """Tokens of 8 or 4 bits; the columns of keys are equalized by the tokens that the store begins with."""
 
     def __init__(self, stored: StoredTokens):
         self.length = 0
@@ -183,15 +179,9 @@ Store = FloatStore | IntegerStore
 
 
 def distinct_tokens(values: Tensor) -> Tensor:
-    """Tell which tokens differ from the one before them in their values.
+    """Return for values `[batch, heads, n, columns]` a bool `[batch, n]`: whether a token differs from the one before.
 
     Tokens that pad a prompt on the left attend to nothing but each other, so all have the values of the first.
-
-    Args:
-        values: `[batch, heads, n, columns]`.
-
-    Returns:
-        bool `[batch, n]`, True for the first token of each run of equal ones.
     """
     differs = (values[:, :, 1:] != values[:, :, :-1]).any(-1).any(1)
     return torch.nn.functional.pad(differs, (1, 0), value=True)

@@ -107,17 +107,8 @@ def package_versions() -> dict[str, str]:
 def verify_files(path: str | os.PathLike[str]) -> ModelReport:
     """Read every weight file of a saved model and compare it with its digest, so that a single flipped bit is found.
 
-    It also finds a change of `quantization_config` in config.json, which says how the weights are read.
-
-    Args:
-        path: A directory that `save_pretrained` of a quantized model wrote, or a snapshot of a pushed one.
-
-    Returns:
-        The report; `report.ok` if nothing is damaged, missing or foreign.
-
-    Raises:
-        ConfigError: It is no directory, or one without digests.
-        OSError: The directory itself cannot be read. Faults of its files are reported, not raised.
+    It also finds a change of `quantization_config` in config.json, which says how the weights are read. ConfigError: it
+    is no directory, or one without digests. OSError: the directory itself cannot be read.
 
     Examples:
         >>> import tempfile

@@ -40,6 +40,14 @@ _NUMBER = re.compile(r"(?:-[0-9a-f]{8})?(-\d{5}-of-\d{5}\.)")
 _AGAIN = "Download it again, or save it again from the source."
 
 
+def safetensors_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a file to write; ConfigError: its name does not end in `.safetensors`."""
+    path = Path(path)
+    if path.suffix != ".safetensors":
+        raise ConfigError(str(path), "a name that ends in .safetensors", repr(path.suffix), "Add it.")
+    return path
+
+
 def read_safetensors_header(file: Path) -> dict[str, dict[str, Any]]:
     """Return the header of a safetensors file, after checking the file's length: name to dtype, shape and offsets."""
     with open_regular_file(file) as stream:

@@ -104,8 +104,8 @@ class Format(ABC):
         """Return the expectation, finding and advice of an error if this format is import-only, else None."""
         if not self.is_import_only:
             return None
-        found = f"{self}, whose weights come from files of other programs"
-        return "a format that floats are quantized to", found, f"Choose {self.for_new_values()}."
+        this_format = f"{self}, whose weights come from files of other programs"
+        return "a format that floats are quantized to", this_format, f"Choose {self.for_new_values()}."
 
     def for_new_values(self) -> Format:
         """Return the format to which new values of a weight are quantized: this one unless it is import-only."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hf_trainweights.native_library import load_library
+from hf_trainweights.native_library import address_of, load_library
 
 _LIBRARY = Path(__file__).parent / "native" / "search.so"
 _ABI = 1
@@ -44,7 +44,7 @@ def lay_side_by_side(values: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     values = values.contiguous()
     n = values.numel() // group_size
     groups, ends = values.new_empty(group_size, n), values.new_empty(2, n)
-    _functions().lay_side_by_side(_at(values), *groups.shape, _at(groups), _at(ends))
+    _functions().lay_side_by_side(address_of(values), *groups.shape, address_of(groups), address_of(ends))
     return groups, ends
 
 
@@ -62,10 +62,9 @@ def search_uint(
     """
     groups, fractions = groups.contiguous(), torch.tensor(clippings, dtype=torch.float32, device="cpu")
     scale, zero = torch.empty_like(covering), torch.empty_like(covering)
-    inputs = [_at(tensor) for tensor in (covering, middle, importance)]
-    _functions().search_uint(
-        _at(groups), *groups.shape, *inputs, *units, _at(fractions), len(fractions), _at(scale), _at(zero)
-    )
+    inputs, outputs = map(address_of, (covering, middle, importance)), map(address_of, (scale, zero))
+    clipped = address_of(fractions), len(fractions)
+    _functions().search_uint(address_of(groups), *groups.shape, *inputs, *units, *clipped, *outputs)
     return scale, zero
 
 
@@ -73,7 +72,8 @@ def encode_uint(groups: Tensor, scale: Tensor, zero: Tensor, units: tuple[int, i
     """Return the packed codes of groups `[group_size, n]`, int32 `[n * group_size // 32, bits]`."""
     groups, scale, zero = (tensor.contiguous() for tensor in (groups, scale, zero))
     qdata = groups.new_empty(groups.numel() // 32, units[0], dtype=torch.int32)
-    _functions().encode_uint(_at(groups), *groups.shape, _at(scale), _at(zero), *units, _at(qdata))
+    inputs = map(address_of, (scale, zero))
+    _functions().encode_uint(address_of(groups), *groups.shape, *inputs, *units, address_of(qdata))
     return qdata
 
 
@@ -86,10 +86,6 @@ def search_codebook(
     """
     chosen = codes.new_empty(codes.shape[1])
     contiguous = [tensor.contiguous() for tensor in (groups, codes, doubled, squares, table)]
-    first, *others = map(_at, contiguous)
-    _functions().search_codebook(first, groups.shape[1], *others, _at(importance), _at(chosen))
+    first, *others = map(address_of, contiguous)
+    _functions().search_codebook(first, groups.shape[1], *others, address_of(importance), address_of(chosen))
     return chosen
-
-
-def _at(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

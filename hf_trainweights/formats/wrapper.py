@@ -35,9 +35,7 @@ class Wrapper(Format):
     def inputs(self, x: Tensor, added: Tensor) -> Tensor:
         """Return the input `[*, K]` with which the inner format's weight gives the product of `x` and this weight.
 
-        Args:
-            x: Float, `[*, K]`.
-            added: The one more stored tensor of a matrix, `[1, K]`.
+        `x` is a float tensor `[*, K]`, and `added` the one more stored tensor of a matrix, `[1, K]`.
         """
 
     @property

@@ -11,6 +11,7 @@ from hf_trainweights.kernels import compiled
 from hf_trainweights.kernels.compiled import DTYPES, SCRATCH
 from hf_trainweights.kernels.thresholds import THRESHOLDS
 from hf_trainweights.kernels.tokens import StoredTokens
+from hf_trainweights.native_library import address_of
 
 # From so many multiplications on a second thread saves time: waking it takes some microseconds.
 _THREADED = THRESHOLDS["THREADED"]
@@ -66,11 +67,10 @@ def attend(
         *(keys.capacity, *strides, scaling, keys.form.bits, values.form.bits, kind, DTYPES[query.dtype], threads),
     )
     address = ctypes.addressof(call)
-    channels = None if keys.channels is None else keys.channels.data_ptr()
     scratch = SCRATCH.take("attention", library.attention_bytes(address))
     library.attend(
-        *(address, query.data_ptr(), keys.codes.data_ptr(), keys.scale.data_ptr(), channels),
-        *(values.codes.data_ptr(), values.scale.data_ptr(), None if mask is None else mask.data_ptr()),
+        *(address, query.data_ptr(), keys.codes.data_ptr(), keys.scale.data_ptr(), address_of(keys.channels)),
+        *(values.codes.data_ptr(), values.scale.data_ptr(), address_of(mask)),
         *(out.data_ptr(), scratch.data_ptr()),
     )
     return out

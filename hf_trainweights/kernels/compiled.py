@@ -28,7 +28,7 @@ from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.scale_codings import outer_count
 from hf_trainweights.formats.table4 import Table4
 from hf_trainweights.formats.uint import UInt
-from hf_trainweights.kernels.arguments import storage_freed
+from hf_trainweights.kernels.arguments import addresses_of
 from hf_trainweights.kernels.cpu_features import capabilities, is_rounding, most_rows
 from hf_trainweights.kernels.thresholds import THRESHOLDS
 from hf_trainweights.native_library import load_library
@@ -194,11 +194,7 @@ class Product:
 
         x `[*, K]` has at least one row. UnsupportedError: the storage of a tensor was freed.
         """
-        groups_at = [tensor.data_ptr() for tensor in groups]
-        codes_at, scales_at, x_at = qdata.data_ptr(), scale.data_ptr(), x.data_ptr()
-        bias_at = None if bias is None else bias.data_ptr()
-        if not (x_at and codes_at and scales_at) or bias_at == 0 or 0 in groups_at:
-            raise storage_freed()
+        x_at, codes_at, scales_at, bias_at, *groups_at = addresses_of(x, qdata, scale, bias, *groups)
         M = x.numel() // self.columns
         threads = torch.get_num_threads() if M * self._N * self.columns >= _THREADED else 1
         scratch = SCRATCH.take("compiled", self._size(M, threads))
@@ -213,8 +209,8 @@ class Product:
         size_bytes = count * self.columns * self._dtype.itemsize
         out = SCRATCH.take("weight", size_bytes)[:size_bytes].view(self._dtype).view(count, self.columns)
         memory = SCRATCH.take("compiled", self.library.dequantized_bytes(self._address, threads)).data_ptr()
-        groups_at = [tensor.data_ptr() for tensor in groups]
-        pointers = (qdata.data_ptr(), scale.data_ptr(), out.data_ptr())
+        codes_at, scales_at, *groups_at = addresses_of(qdata, scale, *groups)
+        pointers = (codes_at, scales_at, out.data_ptr())
         self.library.dequantize(self._address, *pointers, first, count, threads, memory, *[*groups_at, *_NONE][:OTHERS])
         return out
 

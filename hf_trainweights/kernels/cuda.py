@@ -143,8 +143,8 @@ def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, form: 
         return None
     K, qdata = x.shape[-1], tensors["qdata"]
     weight, M = Stored(tensors, form, K), x.numel() // K
-    layout, place = few_rows.layout_of(tensors), qdata.data_ptr() % _LOAD_BYTES
-    kind = form, x.dtype, tensors["scale"].dtype, M, layout, place, x.device
+    layout, offset_bytes = few_rows.layout_of(tensors), qdata.data_ptr() % _LOAD_BYTES
+    kind = form, x.dtype, tensors["scale"].dtype, M, layout, offset_bytes, x.device
     with torch.cuda.device_of(x):
         rule = _CHOSEN.get(kind) or _choose(weight, x.dtype, M)
         if rule is None:
@@ -153,12 +153,12 @@ def linear(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, form: 
         return _make(rule, weight, x.dtype, M)(x.contiguous(), None if bias is None else bias.contiguous())
 
 
-def _keep(kept: dict[Any, Any], key: Any, value: Any, most: int) -> None:
+def _keep(choices: dict[Any, Any], key: Any, value: Any, most: int) -> None:
     """Keep a value, unless a CUDA graph is captured: no kernel is checked then, so a later call may find a better."""
-    if key not in kept and not torch.cuda.is_current_stream_capturing():
-        if len(kept) >= most:
-            kept.clear()
-        kept[key] = value
+    if key not in choices and not torch.cuda.is_current_stream_capturing():
+        if len(choices) >= most:
+            choices.clear()
+        choices[key] = value
 
 
 def prepare(tensors: Mapping[str, Tensor], form: Format, K: int, dtype: torch.dtype) -> MultiplyFew:

@@ -67,16 +67,10 @@ def is_available() -> bool:
 
 
 def load(name: str, macros: Mapping[str, int], index: int) -> int:
-    """Return the address of a kernel on a device; the device's context is made current.
+    """Return the address of a kernel, which has the name of its source, on a device; its context is made current.
 
-    Args:
-        name: The kernel, and its source without `.cu`.
-        macros: Macros of the source and their values.
-        index: The device.
-
-    Raises:
-        UnsupportedError: NVRTC or the driver is missing or refuses, or a CUDA graph is captured and the kernel has not
-            been loaded before.
+    UnsupportedError: NVRTC or the driver is missing or refuses, or a CUDA graph is captured and the kernel has not been
+    loaded before.
     """
     key = index, name, tuple(sorted(macros.items()))
     if key not in _LOADED:
@@ -108,11 +102,7 @@ def make_current(index: int) -> None:
 def launch(
     function: int, grid: tuple[int, int], threads: int, stream: int, arguments: ctypes.Array[ctypes.c_void_p]
 ) -> None:
-    """Launch a kernel on a stream; `arguments` has the address of each argument.
-
-    Raises:
-        UnsupportedError: The driver refuses.
-    """
+    """Launch a kernel with arguments at these addresses on a stream; UnsupportedError: the driver refuses."""
     failed = driver().cuLaunchKernel(function, *grid, 1, threads, 1, 1, 0, stream, arguments, None)
     if failed:
         _check(failed, "cuLaunchKernel")
@@ -124,15 +114,10 @@ def _check(failed: int, function: str) -> None:
 
 
 def compiled(name: str, macros: Mapping[str, int], architecture: int) -> bytes:
-    """Return machine code; no GPU is needed.
+    """Return the machine code of a source, which `name` names without `.cu`; no GPU is needed.
 
-    Args:
-        name: The source without `.cu`.
-        macros: Macros and their values.
-        architecture: The compute capability without its point, as 90.
-
-    Raises:
-        UnsupportedError: NVRTC is missing, or does not compile the source for such a GPU.
+    `architecture` is the compute capability without its point, as 90. UnsupportedError: NVRTC is missing, or does not
+    compile the source for such a GPU.
     """
     options = [f"--gpu-architecture=sm_{architecture}", "--std=c++17"]
     options += [f"-D{macro}={value}" for macro, value in sorted(macros.items())]

@@ -88,12 +88,7 @@ DEFAULT = (
 def rules_for(capability: tuple[int, int], bits: int, groups: bool, M: int, N: int) -> list[Rule]:
     """Return the rules that hold for a product, the fastest first, and before all those that round x.
 
-    Args:
-        capability: The GPU's compute capability.
-        bits: Bits of a code.
-        groups: Whether groups share scales.
-        M: Rows of x.
-        N: Rows of the weight.
+    M and N are the rows of x and of the weight. `bits` are those of a code; `groups` tells whether groups share scales.
     """
     rules = [rule for rule in (*_measured(capability), *DEFAULT) if rule.fits(bits, groups, M, N)]
     # Rules that round x hold only for formats that ask for it (`cuda._takes`), and then no other rule may come first.
@@ -107,11 +102,7 @@ def _measured(capability: tuple[int, int]) -> tuple[Rule, ...]:
 
 
 def read(path: Path) -> tuple[Rule, ...]:
-    """Return the rules of a file.
-
-    Raises:
-        CorruptFileError: It is no such file, or a rule has a value that no kernel takes.
-    """
+    """Return the rules of a file; CorruptFileError: it is no such file, or a rule has a value that no kernel takes."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

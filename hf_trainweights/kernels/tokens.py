@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hf_trainweights.kernels import compiled
 from hf_trainweights.kernels.compiled import DTYPES
+from hf_trainweights.native_library import address_of
 
 BLOCK_TOKENS = 16
 _GROUP_COLUMNS = 32
@@ -106,7 +107,7 @@ class StoredTokens:
         form = self.form
         library.store_tokens(
             *(x.data_ptr(), DTYPES[x.dtype], self.heads, x.shape[2], form.columns, form.bits, form.is_key),
-            *(_address(self.channels), self.codes.data_ptr(), self.scale.data_ptr(), self.capacity, at),
+            *(address_of(self.channels), self.codes.data_ptr(), self.scale.data_ptr(), self.capacity, at),
             torch.get_num_threads() if x.numel() >= _THREADED else 1,
         )
 
@@ -132,7 +133,7 @@ class StoredTokens:
         out = torch.empty(batch, heads, count, form.columns, dtype=dtype, device="cpu")
         library.load_tokens(
             *(self.codes.data_ptr(), self.scale.data_ptr(), self.heads, first, count, form.columns, form.bits),
-            *(form.is_key, _address(self.channels), self.capacity, out.data_ptr(), DTYPES[dtype]),
+            *(form.is_key, address_of(self.channels), self.capacity, out.data_ptr(), DTYPES[dtype]),
             torch.get_num_threads() if out.numel() >= _THREADED else 1,
         )
         return out
@@ -163,10 +164,6 @@ class StoredTokens:
             return tokens
         mean, magnitude = self.channels.split(1, 2)
         return torch.addcmul(mean, tokens, magnitude)
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 def _quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:

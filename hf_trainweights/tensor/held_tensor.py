@@ -10,9 +10,8 @@ from typing import Any, Self, overload
 import torch
 from torch import Tensor, nn
 
-from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.formats.base import Format
-from hf_trainweights.kernels.arguments import MultiplyFew
+from hf_trainweights.kernels.arguments import MultiplyFew, check_stored
 
 
 class Held:
@@ -225,42 +224,3 @@ def _attributes(form: Format) -> list[str]:
     for attribute, name in names.items():
         setattr(HeldTensor, attribute, property(functools.partial(_read, name)))
     return list(names)
-
-
-def check_stored(tensors: Mapping[str, Tensor], form: Format, shape: Sequence[int], name: str = "weight") -> None:
-    """Check that products may read a format's tensors of a weight `[*, N, K]` by address; else raise CorruptFileError.
-
-    Shape and dtype do not tell where a tensor's bytes lie. PyTorch's products take the address of a scale and read on
-    from there, whatever its strides say. If one number was expanded to a column, they read past its end.
-    """
-    *lead, N, K = shape
-    # At least two rows are asked for: one row, for which formats fall back, may be cut out of a larger weight.
-    if form.fallback((*lead, max(N, 2), K)) != form:
-        next_step = "The file is damaged or belongs to another model; save it again from the source."
-        raise CorruptFileError(name, f"columns that {form} can hold", f"{K}", next_step)
-    form.check(tensors, shape, name)
-    device = tensors["qdata"].device
-    for key in form.tensor_names:
-        fault = _fault(tensors[key], device)
-        if fault is not None:
-            raise CorruptFileError(
-                name,
-                f"{key} to be a plain contiguous tensor on {device}",
-                fault,
-                "Call .contiguous() on a tensor that you made; where it comes from a file, the file is damaged.",
-            )
-
-
-def _fault(tensor: Tensor, device: torch.device) -> str | None:
-    """Return the reason why a tensor cannot be read by its address, or None."""
-    if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
-        return f"a {type(tensor).__name__}"
-    if tensor.layout != torch.strided:
-        return f"a tensor of layout {tensor.layout}"
-    if tensor.device != device:
-        return f"a tensor on {tensor.device}"
-    if tensor.is_neg() or not tensor.is_contiguous():
-        return f"strides {tensor.stride()}{' and a negated view' * tensor.is_neg()}"
-    end_bytes = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
-    storage_bytes = tensor.untyped_storage().nbytes()
-    return f"one that ends at byte {end_bytes} of {storage_bytes}" if end_bytes > storage_bytes else None

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_trainweights import kernels
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.base import Format
 from hf_trainweights.kernels import experts
-from hf_trainweights.kernels.arguments import MultiplyFew
+from hf_trainweights.kernels.arguments import MultiplyFew, is_bias, is_input, is_plain
 from hf_trainweights.kernels.stored import multiply_dequantized, multiply_transpose
 from hf_trainweights.tensor.dispatch import AT_ONCE, compute_dequantized, implements, replaces
 from hf_trainweights.tensor.held_tensor import Held
@@ -44,25 +44,13 @@ def multiply(
     return multiply_dequantized(x, tensors, form, shape, bias)
 
 
-def is_plain(*tensors: Tensor | None) -> bool:
-    """Return whether all tensors are plain, unlike those that compilers trace with, which have no values."""
-    for tensor in tensors:
-        if tensor is not None and type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
-            return False
-    return True
-
-
 def _fits(x: Tensor, weight: Tensor, transposed: bool, dim: int = -1) -> bool:
     """Return whether x is dense and the weight quantized, and x's last dimension fits the weight's stored `dim`."""
     return (
         isinstance(weight, QuantizedTensor)
         and not isinstance(x, QuantizedTensor)
         and weight.transposed == transposed
-        and x.dtype == weight.dtype
-        and not x.is_nested
-        and x.layout == torch.strided
-        and x.dim() > 0
-        and x.shape[-1] == weight.stored_shape[dim]
+        and is_input(x, weight.stored_shape[dim], weight.dtype)
     )
 
 
@@ -73,8 +61,7 @@ def _fits_gradient(x: Tensor, weight: Tensor) -> bool:
 
 def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether the weight is a quantized matrix, and x and the bias have its sizes and dtype."""
-    fits = weight.dim() == 2 and _fits(x, weight, transposed=False)
-    return fits and (bias is None or (bias.shape == weight.shape[:1] and bias.dtype == weight.dtype))
+    return weight.dim() == 2 and _fits(x, weight, transposed=False) and is_bias(bias, weight.shape[0], weight.dtype)
 
 
 @implements(aten.linear.default)
@@ -96,8 +83,7 @@ def _matmul(func: Any, x: Tensor, weight: Any) -> Tensor:
 
 @implements(aten.addmm.default)
 def _addmm(func: Any, bias: Tensor, x: Tensor, weight: Any, **factors: Any) -> Tensor:
-    fits = bias.shape == weight.shape[1:] and bias.dtype == weight.dtype
-    if not factors and fits and _fits(x, weight, transposed=True):
+    if not factors and _fits(x, weight, transposed=True) and is_bias(bias, weight.shape[1], weight.dtype):
         return multiply(x, weight.tensors, weight.format, weight.stored_shape, bias)
     return compute_dequantized(func, bias, x, weight, **factors)
 

@@ -26,10 +26,11 @@ from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.coded_tensors import CODED_DTYPES, CodedTensors, encode_tensors
 from hf_trainweights.formats import FORMATS, WRAPPERS, get_format
 from hf_trainweights.formats.base import Format
+from hf_trainweights.kernels.arguments import check_stored
 from hf_trainweights.tensor.distributed.placements import is_distributed, local_tensor, with_local
 from hf_trainweights.tensor.distributed.shards import cut
 from hf_trainweights.tensor.guards import is_guard, is_notice
-from hf_trainweights.tensor.held_tensor import Held, check_stored
+from hf_trainweights.tensor.held_tensor import Held
 from hf_trainweights.tensor.quantized_tensor import SHOWN_DTYPES, QuantizedTensor
 
 FORMAT_SUFFIX = "format"

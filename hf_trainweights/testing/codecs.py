@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_trainweights.checkpoint.codecs import CODECS
-from hf_trainweights.checkpoint.codecs.base import ROLES, Codec, EncodedTensor, OwnAnchor, References
+from hf_trainweights.checkpoint.codecs.base import ROLES, Codec, EncodedTensor, References
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
 
 SHAPES = [[], [0], [1], [7], [0, 5], [5, 0], [3, 5], [37, 129], [5, 4, 3, 3], [2, 2**17 + 3], [700, 200]]
@@ -31,15 +31,17 @@ def random_bits(shape: list[int], dtype: torch.dtype, seed: int = 0) -> Tensor:
     return raw.view(dtype).view(shape)
 
 
-def own(references: References) -> OwnAnchor:
+def copied(references: References) -> dict[str, Tensor]:
     """Return copies of references, which decoding may write over."""
-    return OwnAnchor({name: reference.clone() for name, reference in references.items()})
+    return {name: reference.clone() for name, reference in references.items()}
 
 
-def decode(codec: Codec, encoded: EncodedTensor, like: Tensor, references: References | None = None) -> Tensor:
+def decode(
+    codec: Codec, encoded: EncodedTensor, like: Tensor, references: References | None = None, **options: bool
+) -> Tensor:
     """Decode, with the parameters sent through JSON."""
     params = json.loads(json.dumps(encoded.params))
-    return codec.decode(encoded.payloads, params, list(like.shape), like.dtype, references)
+    return codec.decode(encoded.payloads, params, list(like.shape), like.dtype, references, **options)
 
 
 def bits_equal(left: Tensor, right: Tensor) -> bool:
@@ -121,7 +123,8 @@ class CodecContract:
             case = f"{dtype}, shape {shape}"
             assert (decoded.shape, decoded.dtype) == (tensor.shape, tensor.dtype), case
             assert decoded.is_contiguous(), case
-            assert bits_equal(decode(codec, encoded, tensor, own(references)), decoded), f"{case}, OwnAnchor"
+            over_anchor = decode(codec, encoded, tensor, copied(references), is_anchor_spare=True)
+            assert bits_equal(over_anchor, decoded), f"{case}, decoded over the anchor"
             if codec.lossless:
                 assert encoded.bound is None, "a lossless codec has no bound"
                 assert bits_equal(decoded, tensor), case

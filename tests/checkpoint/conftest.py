@@ -1,4 +1,9 @@
+from __future__ import annotations
+
+from pathlib import Path
+
 import pytest
+from bases import put_into_cache, weights
 
 from hf_trainweights.checkpoint.manifest import (
     FileEntry,
@@ -19,3 +24,9 @@ def checkpoint(tmp_path):
     entries = {name: FileEntry(len(content), file_sha256(directory / name)) for name, content in contents.items()}
     write_manifest(directory, Manifest(entries, "lossless", step=7, metrics={"loss": 2.5}))
     return directory
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return weights in the Hub's cache that checkpoints may have as their base."""
+    return put_into_cache(tmp_path / "cache", monkeypatch, weights())

@@ -7,18 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from bases import put_into_cache, trainer_checkpoint, weights
+from bases import trainer_checkpoint, weights
 from huggingface_hub import constants
 from simulated_disk import replay
 
 from hf_trainweights.checkpoint.directory import compress_directory, latest, restore_directory
 from hf_trainweights.checkpoint.run.checkpoints import verify_checkpoint
 from hf_trainweights.checkpoint.run.weight_files import read_weights, weight_files
-
-
-@pytest.fixture
-def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return put_into_cache(tmp_path / "cache", monkeypatch, weights())
 
 
 def holds(path: Path, step: int) -> bool:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoint.trainers import assert_equal, build, trainer_of, weights
 from covering import exhaustive
+from forks import exit_code_of, fork
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
@@ -71,21 +72,19 @@ def changed(name: str) -> nn.Module:
 def train(root: Path, name: str, die_at: int | None) -> int:
     """Train in a process that dies at a call; return how many calls there were if it lives, else 0."""
     reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            torch.set_num_threads(1)
-            system = DyingDisk(die_at)
-            disk.file_system = system
-            own = TrainWeightsCheckpointCallback()
-            trainer, _ = trainer_of(root, Arm(system), own, model=build(name))
-            trainer.train()
-            os.write(writer, str(system.count).encode())
-            os._exit(0)
-        finally:
-            os._exit(1)
+
+    def work() -> None:
+        torch.set_num_threads(1)
+        system = DyingDisk(die_at)
+        disk.file_system = system
+        own = TrainWeightsCheckpointCallback()
+        trainer, _ = trainer_of(root, Arm(system), own, model=build(name))
+        trainer.train()
+        os.write(writer, str(system.count).encode())
+
+    child = fork(work)
     os.close(writer)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    status = exit_code_of(child)
     with os.fdopen(reader) as file:
         count = int(file.read() or 0)
     assert status == (KILLED if die_at is not None else 0)

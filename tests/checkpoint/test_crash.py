@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 from covering import by_default
+from forks import exit_code_of, fork
 from safetensors.torch import load_file as load_safetensors
 from safetensors.torch import save_file
 from simulated_disk import OUTCOMES, FailingDisk, replay
@@ -362,18 +363,13 @@ def test_sigkill_at_any_time_leaves_a_whole_checkpoint_to_go_on_from(tmp_path):
     while kills < 5 or (reached < 3 and kills < 40):
         delay_seconds = 0.05 + 0.06 * (kills % 5)
         kills += 1
-        child = os.fork()
-        if child == 0:
-            try:
-                train_until_killed(tmp_path / "run")
-            finally:
-                os._exit(1)
+        child = fork(lambda: train_until_killed(tmp_path / "run"))
         deadline = time.monotonic() + 60
         while latest(tmp_path / "run") is None and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(delay_seconds)
         os.kill(child, signal.SIGKILL)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        assert exit_code_of(child) == -signal.SIGKILL
         found = load_checkpoint(latest(tmp_path / "run"))
         assert torch.equal(found["model"]["weight"], torch.full((64, 64), float(found["step"])))
         assert found["step"] >= reached
@@ -382,11 +378,7 @@ def test_sigkill_at_any_time_leaves_a_whole_checkpoint_to_go_on_from(tmp_path):
 
 
 def test_the_debris_of_a_killed_process_goes_when_the_run_is_taken_up_again(run):
-    child = os.fork()
-    if child == 0:
-        claim_directory(run)
-        os._exit(0)
-    os.waitpid(child, 0)
+    assert exit_code_of(fork(lambda: claim_directory(run))) == 0
     (abandoned,) = run.glob("_trainweights-*")
     (abandoned / "pytorch_model.bin").write_bytes(b"half")
     mine = claim_directory(run)

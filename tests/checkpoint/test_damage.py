@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from covering import by_default, exhaustive
+from helpers import flip_a_bit
 from torch import nn
 from trees import fingerprint
 
@@ -152,9 +153,7 @@ def unreadable_header(directory: Path) -> None:
 
 
 def unreadable_manifest(directory: Path) -> None:
-    content = bytearray((directory / MANIFEST_NAME).read_bytes())
-    content[len(content) // 2] ^= 1
-    (directory / MANIFEST_NAME).write_bytes(content)
+    flip_a_bit(directory / MANIFEST_NAME)
 
 
 def fifo_in_place_of_weights(directory: Path) -> None:

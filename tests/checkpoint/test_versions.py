@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from architectures import ARCHITECTURES, outputs
+from helpers import flip_a_bit
 from torch import nn
 
 from hf_trainweights import TrainWeightsConfig, dequantize_, quantize_
@@ -252,9 +253,7 @@ def test_a_model_of_another_shape_is_refused(saver):
 def test_a_flipped_bit_is_refused(saver, tmp_path):
     saver.save(trained(), "1.0.0", CONFIG)
     path = tmp_path / "models" / "1.0.0" / "pytorch_model.bin"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    flip_a_bit(path)
     with pytest.raises(CorruptFileError, match=r"pytorch_model\.bin.*other content"):
         saver.load("1.0.0", Net)
 
@@ -342,9 +341,7 @@ def test_a_torchscript_copy_computes_what_the_model_computes(saver, tmp_path, is
 def test_a_damaged_torchscript_copy_is_found(saver, tmp_path):
     saver.save(Scores(8), "1.0", CONFIG, torchscript=True)
     path = tmp_path / "models" / "1.0" / "model.torchscript.pt"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    flip_a_bit(path)
     with pytest.raises(CorruptFileError, match=r"model\.torchscript\.pt"):
         saver.load("1.0", Scores)
 

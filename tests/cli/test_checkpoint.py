@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+import command_line
 import pytest
 import torch
-from command_line import exit_code_of, fork_command
+from command_line import fork_command, unwrapped
+from forks import exit_code_of, fork
+from helpers import flip_a_bit
 from safetensors.torch import save_file
 from transformers import BertConfig, BertModel
 from trees import trained
-from typer.testing import CliRunner
 
 from hf_trainweights import checkpoint
 from hf_trainweights.checkpoint.directory import compress_directory, latest
@@ -23,8 +24,6 @@ from hf_trainweights.checkpoint.loop.training_state import build_checkpoint, sav
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.disk import claim_file
-from hf_trainweights_cli.checkpoint import app
-from hf_trainweights_cli.main import app as whole_app
 
 STEPS = (100, 200)
 
@@ -57,25 +56,7 @@ def small_run(run_directory: Path) -> Path:
     return run_directory
 
 
-def run(*arguments: object) -> Any:
-    return CliRunner().invoke(app, [str(each) for each in arguments], env={"COLUMNS": "80"}, catch_exceptions=False)
-
-
-def run_json(*arguments: object, exit_code: int = 0) -> Any:
-    result = run(*arguments, "--json")
-    assert result.exit_code == exit_code, result.output
-    return json.loads(result.stdout, parse_constant=pytest.fail)
-
-
-def unwrapped(text: str) -> str:
-    """Return what a box of usage errors says, without the box: where its lines break depends on the path in it."""
-    return " ".join(text.replace("│", " ").split())
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+run, run_json = (partial(call, "checkpoint") for call in (command_line.run, command_line.run_json))
 
 
 def tensors_of(path: Path) -> list[torch.Tensor]:
@@ -85,7 +66,7 @@ def tensors_of(path: Path) -> list[torch.Tensor]:
 
 
 def test_the_trainweights_command_has_it() -> None:
-    result = CliRunner().invoke(whole_app, ["checkpoint", "--help"], env={"COLUMNS": "80"})
+    result = run("--help")
     assert result.exit_code == 0
     assert all(command in result.stdout for command in ("ls", "inspect", "verify", "diff", "restore", "compress", "gc"))
 
@@ -389,11 +370,7 @@ def test_diff_exits_with_1_where_keys_differ(plain_run: Path, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_gc_removes_what_a_dead_process_left(small_run: Path) -> None:
-    child = os.fork()
-    if child == 0:
-        claim_file(small_run / "checkpoint-100")
-        os._exit(0)
-    os.waitpid(child, 0)
+    assert exit_code_of(fork(lambda: claim_file(small_run / "checkpoint-100"))) == 0
     (garbage,) = (small_run / "checkpoint-100").glob("_trainweights-*")
     living, _ = claim_file(small_run / "checkpoint-100")
     assert run_json("gc", small_run, "--dry-run") == {"removed": [str(garbage)], "dry_run": True}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import run, run_json
+from helpers import flip_a_bit
 from safetensors.torch import load_file, save_file
 
 from hf_trainweights.files.digests import write_digests
@@ -61,9 +62,7 @@ def test_verify_finds_a_flipped_bit_and_a_foreign_file(int4: Path) -> None:
     assert f"{int4}: intact, 1 weight files" in result.stdout
     assert "not covered" not in result.stdout
     assert "written by hf_trainweights" in result.stdout
-    content = bytearray((int4 / "model.safetensors").read_bytes())
-    content[-1] ^= 1
-    (int4 / "model.safetensors").write_bytes(content)
+    flip_a_bit(int4 / "model.safetensors", -1)
     (int4 / "pytorch_model.bin").touch()
     result = run("verify", int4)
     assert result.exit_code == 1

@@ -13,8 +13,9 @@ from pkgutil import resolve_name
 
 import pytest
 import torch
-from command_line import exit_code_of, fork_command, run_json
+from command_line import fork_command, run_json
 from covering import by_default
+from forks import exit_code_of
 
 pytestmark = pytest.mark.slow  # each runs a command as a process
 

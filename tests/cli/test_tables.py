@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import exit_code_of, fork_command, run_without_terminal
+from command_line import fork_command, run_without_terminal
+from forks import exit_code_of
 from safetensors.torch import save_file
 
 from hf_trainweights_cli.tables import Table, shorten

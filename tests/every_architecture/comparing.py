@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
+from helpers import contents
 from torch import Tensor, nn
 
 from hf_trainweights import QuantizedTensor
@@ -62,14 +63,10 @@ def require_same_files(actual: Path, expected: Path) -> None:
     Raises:
         DifferenceError: They do not.
     """
-    found, wanted = _contents(actual), _contents(expected)
+    found, wanted = contents(actual), contents(expected)
     names = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
     if names:
         raise DifferenceError(f"files differ: {', '.join(names)}")
-
-
-def _contents(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -15,6 +15,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from every_architecture.comparing import DifferenceError
 from every_architecture.inputs import find_inputs
 from every_architecture.models import Architecture
 from every_architecture.training import NotAskedError
+from forks import fork
 
 from hf_trainweights.errors import TrainWeightsError
 
@@ -46,9 +48,7 @@ def ask(architecture: Architecture, cells: Collection[str] = CELLS, seconds: flo
     """
     folder = Path(tempfile.mkdtemp(prefix="every-", dir=_MEMORY))
     answer = folder / "answer.json"
-    process = os.fork()
-    if not process:
-        _run_and_exit(architecture, cells, folder, answer)
+    process = fork(partial(_run, architecture, cells, folder, answer))
     ended = _wait(process, time.monotonic() + seconds)
     result = json.loads(answer.read_bytes()) if answer.exists() else {"built": f"{RED}: {ended}", "cells": {}}
     if asking := result.pop("asking", None):
@@ -70,23 +70,16 @@ def _wait(process: int, deadline: float) -> str:
         time.sleep(0.02)
 
 
-def _run_and_exit(architecture: Architecture, cells: Collection[str], folder: Path, answer: Path) -> None:
-    """Ask a class in this process, write what it answers after each cell, and end."""
+def _run(architecture: Architecture, cells: Collection[str], folder: Path, answer: Path) -> None:
+    """Ask a class in this process, and write what it answers after each cell."""
     said = os.open(folder / "said", os.O_RDWR | os.O_CREAT)
     os.dup2(said, 1)
     os.dup2(said, 2)
-    code = 1
-    try:
-        silence()
-        for result in answers(architecture, cells, folder):
-            temporary = answer.with_suffix(".new")
-            temporary.write_text(json.dumps(result))
-            temporary.replace(answer)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
+    silence()
+    for result in answers(architecture, cells, folder):
+        temporary = answer.with_suffix(".new")
+        temporary.write_text(json.dumps(result))
+        temporary.replace(answer)
 
 
 def warm_up() -> None:

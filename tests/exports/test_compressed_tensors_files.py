@@ -13,6 +13,7 @@ import torch
 import transformers
 from architectures import ARCHITECTURES, outputs
 from covering import exhaustive
+from helpers import contents
 from oldest_transformers import IS_OLDEST, not_by_5_17
 from safetensors.torch import load_file
 from stock_reader import StockReader
@@ -68,10 +69,6 @@ def assert_reads_the_same(
     assert expected
     assert [tensor.dtype for tensor in found] == [tensor.dtype for tensor in expected]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def files_in(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 @pytest.mark.covering(1)
@@ -144,7 +141,7 @@ def test_a_directory_gives_the_files_of_its_model(tmp_path: Path, architecture: 
     model.save_pretrained(tmp_path / "saved", **options)
     export_compressed_tensors(model, tmp_path / "of_model")
     export_compressed_tensors(tmp_path / "saved", tmp_path / "of_directory")
-    assert files_in(tmp_path / "of_directory") == files_in(tmp_path / "of_model")
+    assert contents(tmp_path / "of_directory") == contents(tmp_path / "of_model")
 
 
 def test_a_model_quantized_in_place_gives_the_same_files(tmp_path: Path) -> None:
@@ -153,7 +150,7 @@ def test_a_model_quantized_in_place_gives_the_same_files(tmp_path: Path) -> None
     quantize_(in_place, TrainWeightsConfig(**INT4))
     export_compressed_tensors(loaded, tmp_path / "of_loaded")
     export_compressed_tensors(in_place, tmp_path / "of_in_place")
-    assert files_in(tmp_path / "of_in_place") == files_in(tmp_path / "of_loaded")
+    assert contents(tmp_path / "of_in_place") == contents(tmp_path / "of_loaded")
 
 
 def test_what_lies_beside_the_weights_of_a_directory_is_copied(tmp_path: Path, model: PreTrainedModel) -> None:
@@ -163,7 +160,7 @@ def test_what_lies_beside_the_weights_of_a_directory_is_copied(tmp_path: Path, m
     for name, text in (copied | left).items():
         (tmp_path / "saved" / name).write_text(text)
     export_compressed_tensors(tmp_path / "saved", tmp_path / "out")
-    files = files_in(tmp_path / "out")
+    files = contents(tmp_path / "out")
     assert {name: files[name].decode() for name in copied} == copied
     assert files.keys() == {"config.json", "generation_config.json", "model.safetensors", *copied}
 
@@ -190,7 +187,7 @@ def test_weight_files_of_another_save_are_removed(tmp_path: Path, model: PreTrai
     model.save_pretrained(tmp_path / "out", max_shard_size="32KB")
     (tmp_path / "out" / "notes.txt").write_text("mine")
     export_compressed_tensors(model, tmp_path / "out")
-    assert files_in(tmp_path / "out").keys() == {
+    assert contents(tmp_path / "out").keys() == {
         "config.json",
         "generation_config.json",
         "model.safetensors",
@@ -205,11 +202,11 @@ def test_a_failure_leaves_what_was_there(
         raise OSError(28, "No space left on device")
 
     model.save_pretrained(tmp_path / "out")
-    before = files_in(tmp_path / "out")
+    before = contents(tmp_path / "out")
     monkeypatch.setattr("hf_trainweights.files.safetensors_file.write_safetensors", fail)
     with pytest.raises(SaveError, match="expected enough free disk space"):
         export_compressed_tensors(model, tmp_path / "out")
-    assert files_in(tmp_path / "out") == before
+    assert contents(tmp_path / "out") == before
 
 
 def test_what_is_refused_writes_nothing(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, outputs
+from architectures import ARCHITECTURES, SERIALIZATIONS, outputs
 from transformers import PreTrainedModel
 
 from hf_trainweights import TrainWeightsConfig, latest, quantize_, verify_model
@@ -26,12 +26,6 @@ from hf_trainweights.files.weight_files import is_weight_file
 
 LLAMA = ARCHITECTURES["llama"]
 DIGESTS = digests_name()
-SERIALIZATIONS: dict[str, dict[str, Any]] = {
-    "safetensors": {},
-    "bin": {"safe_serialization": False},
-    "sharded": {"max_shard_size": "32KB"},
-    "sharded_bin": {"safe_serialization": False, "max_shard_size": "32KB"},
-}
 
 
 @pytest.fixture(scope="module")

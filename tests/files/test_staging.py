@@ -10,6 +10,7 @@ import time
 
 import pytest
 from covering import by_default, exhaustive
+from forks import exit_code_of, fork
 from simulated_disk import OUTCOMES, FailingDisk, replay
 
 from hf_trainweights.errors import SaveError
@@ -223,12 +224,12 @@ def test_files_of_an_earlier_save_go_only_where_new_ones_of_their_kind_come(tmp_
 
 @pytest.mark.slow
 def test_the_next_save_puts_back_and_removes_what_a_killed_one_left(tmp_path):
-    child = os.fork()
-    if child == 0:
+    def die_in_a_save():
         with staged_files(tmp_path, is_weight_file) as staged:
             write(staged.path, model("A"))
             os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
+
+    assert exit_code_of(fork(die_in_a_save)) == -signal.SIGKILL
     assert len(list(tmp_path.iterdir())) == 1
     save(tmp_path, model("B"))
     assert tree(tmp_path) == model("B")
@@ -252,16 +253,18 @@ def test_kills_at_any_time_leave_a_whole_model_after_the_next_clean_up(tmp_path)
     save(directory, models[1])
     whole.append(seen(directory))
     results = []
+
+    def save_again_and_again():
+        while True:
+            for files in models:
+                save(directory, files)
+
     # Ten kills at least, and more where a busy machine lets only one of the models be finished in them.
     while len(results) < 10 or not all(each in results for each in whole):
-        child = os.fork()
-        if child == 0:
-            while True:
-                for files in models:
-                    save(directory, files)
+        child = fork(save_again_and_again)
         time.sleep(0.02 + 0.011 * (len(results) % 10))
         os.kill(child, signal.SIGKILL)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        assert exit_code_of(child) == -signal.SIGKILL
         assert seen(directory) in [None, *whole]
         clean_up(directory)
         assert seen(directory) in whole

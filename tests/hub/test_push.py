@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, outputs
+from architectures import ARCHITECTURES, SERIALIZATIONS, computes_the_same, outputs
 from covering import by_default, exhaustive
 from fresh_process import run_fresh
 from hub.server import TOKEN, Failure, LocalHub
@@ -33,12 +33,6 @@ from hf_trainweights.models.choosing import summary as summary_module
 LLAMA = ARCHITECTURES["llama"]
 THEIRS = "---\nlicense: mit\ntags:\n- mine\n---\n# My words\n"
 OTHERS = {"README.md", "config.json", "generation_config.json", "trainweights_files.json"}
-SERIALIZATIONS: dict[str, dict[str, Any]] = {
-    "safetensors": {},
-    "bin": {"safe_serialization": False},
-    "sharded": {"max_shard_size": "32KB"},
-    "sharded_bin": {"safe_serialization": False, "max_shard_size": "32KB"},
-}
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +58,6 @@ def pull(repo_id: str, cache: Path, **options: Any) -> PreTrainedModel:
     pulled, info = AutoModelForCausalLM.from_pretrained(repo_id, cache_dir=cache, output_loading_info=True, **options)
     assert {problem: keys for problem, keys in info.items() if keys} == {}
     return pulled
-
-
-def computes_the_same(model: PreTrainedModel, other: PreTrainedModel) -> bool:
-    return all(map(torch.equal, outputs(model, LLAMA.make_inputs()), outputs(other, LLAMA.make_inputs())))
 
 
 def contents(directory: Path) -> dict[str, bytes]:

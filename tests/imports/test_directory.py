@@ -105,16 +105,6 @@ def assert_stands_for(out: Path, expected: dict[str, Tensor]) -> None:
     assert [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, wanted[name])] == []
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return tmp_path / "source"
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "out"
-
-
 @pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("layout", "form"), EXACT.values(), ids=EXACT)

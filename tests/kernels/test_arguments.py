@@ -55,10 +55,19 @@ def test_right_tensors_pass(changes: dict[str, Any]) -> None:
         ({"bias": torch.zeros(9)}, r"argument bias: expected shape \(8,\), found \(9,\)"),
         ({"bias": torch.zeros(8).half()}, r"argument bias: expected one of torch\.float32, found torch\.float16"),
         ({"qdata": torch.zeros(8, 32)}, r"argument qdata: expected one of torch\.int8, found torch\.float32"),
-        ({"scale": torch.zeros(8, 2, device="meta")}, r"argument scale: expected cpu, found meta"),
-        ({"scale": torch.zeros(1, 2).expand(8, 2)}, r"argument scale: expected a contiguous tensor, found strides \(0"),
-        ({"x": torch.zeros(32, 4).t()}, r"argument x: expected a contiguous tensor, found strides \(1, 4"),
-        ({"scale": without_memory(torch.zeros(8, 2))}, r"scale: expected a storage of 64 bytes, found 0"),
+        (
+            {"scale": torch.zeros(8, 2, device="meta")},
+            r"scale: expected a plain .* on cpu, found a tensor on meta",
+        ),
+        (
+            {"scale": torch.zeros(1, 2).expand(8, 2)},
+            r"scale: expected a plain contiguous .*, found strides \(0",
+        ),
+        ({"x": torch.zeros(32, 4).t()}, r"argument x: expected a plain contiguous tensor on cpu, found strides \(1, 4"),
+        (
+            {"scale": without_memory(torch.zeros(8, 2))},
+            r"scale: expected a plain .*, found one that ends at byte 64 of 0",
+        ),
     ],
 )
 def test_other_tensors_are_refused_by_name(changes: dict[str, Any], message: str) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import ARCHITECTURES, FAMILIES, Architecture, generate, of_each_family, outputs
+from helpers import contents
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
@@ -105,10 +106,6 @@ def tokens(architecture: Architecture, model: PreTrainedModel) -> Tensor | None:
 
 def quantized_names(model: nn.Module) -> set[str]:
     return {name for name, value in model.named_parameters() if isinstance(value, QuantizedTensor)}
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:

@@ -51,20 +51,6 @@ QuantizedDirectory = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def float_directory(tmp_path_factory: pytest.TempPathFactory) -> FloatDirectory:
-    """Save each float model once."""
-    root = tmp_path_factory.mktemp("float")
-
-    def directory(name: str = "llama", dtype: torch.dtype = torch.float32) -> Path:
-        target = root / f"{name}-{dtype}"
-        if not target.exists():
-            ARCHITECTURES[name].build(dtype).save_pretrained(target)
-        return target
-
-    return directory
-
-
-@pytest.fixture(scope="module")
 def quantized(float_directory: FloatDirectory) -> PreTrainedModel:
     return load(float_directory(), quantization_config=INT8)
 

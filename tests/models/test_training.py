@@ -55,20 +55,6 @@ class Counting(Dataset):
 
 
 @pytest.fixture(scope="module")
-def float_directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Save each float model once."""
-    root = tmp_path_factory.mktemp("float")
-
-    def directory(name: str = "llama", dtype: torch.dtype = torch.float32) -> Path:
-        target = root / f"{name}-{dtype}"
-        if not target.exists():
-            ARCHITECTURES[name].build(dtype).save_pretrained(target)
-        return target
-
-    return directory
-
-
-@pytest.fixture(scope="module")
 def quantized(float_directory: Callable[..., Path]) -> Callable[..., PreTrainedModel]:
     """Return a quantized model, a new one at every call."""
 

@@ -12,11 +12,9 @@ Exit code 1, if a fault is found by no test and its row in the result file has n
 from __future__ import annotations
 
 import argparse
-import datetime
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,10 +27,9 @@ import conftest  # noqa: E402, F401  (settings, before what they set is imported
 import peft  # noqa: E402, F401  (and what tests import, once for all)
 import transformers.models.llama.modeling_llama  # noqa: E402
 import transformers.trainer  # noqa: E402, F401
+from long_runs import parser_of, write_record  # noqa: E402
 from mutants.faults import Fault, faults  # noqa: E402
 from mutants.trial import IMPORT, Chosen, Line, Reach, function_of, run  # noqa: E402
-
-from benchmarks.machine import commit, cpu_name, versions  # noqa: E402
 
 PACKAGE = ROOT / "hf_trainweights"
 RESULT = ROOT / "benchmarks" / "results" / "mutants.json"
@@ -109,8 +106,7 @@ def main() -> int:
     folder = ROOT / "build" / "mutants" / _digest()
     folder.mkdir(parents=True, exist_ok=True)
     rows = [_try_or_recall(mutant, folder) for mutant in mutants]
-    if options.record:
-        options.record.write_text(json.dumps(_record(rows, options), indent=1) + "\n", encoding="utf-8")
+    write_record(options.record, options, rows)
     unread = [row for row in rows if row["found_by"] is None and "equal" not in row]
     for row in unread:
         print(json.dumps(row, indent=1))
@@ -118,11 +114,9 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser = parser_of("mutants", __doc__, "rooms", ROOMS)
     parser.add_argument("--faults", type=int, default=26, help="of each room")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--rooms", nargs="+", choices=ROOMS, default=list(ROOMS), metavar="ROOM")
-    parser.add_argument("--record", type=Path, help="write what was found to this JSON file")
+    parser.set_defaults(seed=1)
     return parser.parse_args()
 
 
@@ -224,16 +218,6 @@ def _reached(room: str, folder: Path) -> dict[str, Any]:
         if not kept.exists():
             raise RuntimeError(f"the tests of {room} ended with {code}: see {folder / 'log'}")
     return json.loads(kept.read_text(encoding="utf-8"))
-
-
-def _record(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": commit(),
-        "machine": {"cpu": cpu_name(), "versions": versions()},
-        "seed": options.seed,
-        "rows": list(rows),
-    }
 
 
 if __name__ == "__main__":

@@ -7,14 +7,11 @@ depend on the machine, kills at calls to the file system do not.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import logging
-import os
 import shutil
 import sys
 import tempfile
-import traceback
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,9 +21,9 @@ import transformers
 TESTS = Path(__file__).parent.parent
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]  # as pytest has it
 
-from soak.harness import SCENARIOS, Row, soak_for  # noqa: E402 (it lies on the path above)
-
-from benchmarks.machine import commit, cpu_name, versions  # noqa: E402
+from forks import exit_code_of, fork  # noqa: E402 (it lies on the path above)
+from long_runs import add_time, parser_of, print_table, write_record  # noqa: E402
+from soak.harness import SCENARIOS, Row, soak_for  # noqa: E402
 
 
 def main() -> int:
@@ -38,12 +35,14 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     print(f"in {folder}", flush=True)
     workers = [_start_worker(number, folder, options) for number in range(options.jobs)]
-    failed = [os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) != 0 for worker in workers]
+    failed = [exit_code_of(worker) != 0 for worker in workers]
     files = [folder / f"rows-{number}.json" for number in range(options.jobs)]
     rows = _merge([json.loads(file.read_bytes()) for file in files if file.exists()])
-    _print(rows)
-    if options.record:
-        options.record.write_text(json.dumps(_record(rows, options), indent=2) + "\n")
+    print_table([{**asdict(row), "findings": len(row.findings)} for row in rows])
+    for row in rows:
+        for finding in row.findings:
+            print(f"\n{row.kind}: {finding}")
+    write_record(options.record, options, [asdict(row) for row in rows])
     is_bad = any(failed) or any(row.findings for row in rows)
     if not is_bad:
         shutil.rmtree(folder)
@@ -51,22 +50,15 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=600)
-    parser.add_argument("--kinds", nargs="+", choices=SCENARIOS, default=list(SCENARIOS), metavar="KIND")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--record", type=Path, help="write the table to this JSON file")
+    parser = parser_of("soak", __doc__, "kinds", SCENARIOS)
+    add_time(parser)
     return parser.parse_args()
 
 
 def _start_worker(number: int, folder: Path, options: argparse.Namespace) -> int:
     """Fork a process that soaks on its own; return its process ID."""
-    worker = os.fork()
-    if worker:
-        return worker
-    code = 1
-    try:
+
+    def work() -> None:
         # The others begin elsewhere in the list, so that in a short time each kind has its turn.
         start = number * len(options.kinds) // options.jobs
         kinds = options.kinds[start:] + options.kinds[:start]
@@ -77,12 +69,8 @@ def _start_worker(number: int, folder: Path, options: argparse.Namespace) -> int
 
         rows = soak_for(options.seconds, kinds, folder / f"worker-{number}", seed, tell)
         (folder / f"rows-{number}.json").write_text(json.dumps([asdict(row) for row in rows]))
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
+
+    return fork(work)
 
 
 def _merge(workers: list[list[dict]]) -> list[Row]:
@@ -93,28 +81,6 @@ def _merge(workers: list[list[dict]]) -> list[Row]:
         row.kills += found["kills"]
         row.findings += found["findings"]
     return [row for row in rows.values() if row.runs or row.findings]
-
-
-def _print(rows: list[Row]) -> None:
-    print(f"{'kind':<24}{'runs':>6}{'kills':>7}{'findings':>10}")
-    for row in rows:
-        print(f"{row.kind:<24}{row.runs:>6}{row.kills:>7}{len(row.findings):>10}")
-    print(f"{'all':<24}{sum(r.runs for r in rows):>6}{sum(r.kills for r in rows):>7}", end="")
-    print(f"{sum(len(row.findings) for row in rows):>10}")
-    for row in rows:
-        for finding in row.findings:
-            print(f"\n{row.kind}: {finding}")
-
-
-def _record(rows: list[Row], options: argparse.Namespace) -> dict:
-    return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": commit(),
-        "machine": {"cpu": cpu_name(), "versions": versions()},
-        "seconds": options.seconds,
-        "seed": options.seed,
-        "rows": [asdict(row) for row in rows],
-    }
 
 
 if __name__ == "__main__":

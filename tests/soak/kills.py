@@ -7,14 +7,15 @@ import select
 import signal
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from forks import exit_code_of, fork
 
 from hf_trainweights.files import disk
 
@@ -89,9 +90,7 @@ def run_in_child(function: Callable[[], None], log: Path, kill: Kill | None = No
     count = log.with_suffix(".calls")
     count.unlink(missing_ok=True)
     started = time.monotonic()
-    child = os.fork()
-    if child == 0:
-        _be_child(function, log, count, kill.call)
+    child = fork(partial(_be_child, function, log, count, kill.call))
     limit = LIMIT_SECONDS if kill.seconds is None else kill.seconds
     descriptor = os.pidfd_open(child)
     try:
@@ -100,7 +99,7 @@ def run_in_child(function: Callable[[], None], log: Path, kill: Kill | None = No
         os.close(descriptor)
     if not ended:
         os.kill(child, signal.SIGKILL)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = exit_code_of(child)
     hung = not ended and kill.seconds is None
     calls = int(count.read_text()) if count.exists() else 0
     text = log.read_text(errors="replace") if log.exists() else ""
@@ -109,20 +108,12 @@ def run_in_child(function: Callable[[], None], log: Path, kill: Kill | None = No
 
 
 def _be_child(function: Callable[[], None], log: Path, count: Path, die_at: int | None) -> None:
-    code = 1
-    try:
-        descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        sys.stdout = sys.stderr = os.fdopen(descriptor, "w", buffering=1)
-        torch.set_num_threads(1)
-        warnings.simplefilter("ignore")
-        system = disk.file_system = CountingDisk(die_at)
-        function()
-        count.write_text(str(system.count))
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
+    descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout = sys.stderr = os.fdopen(descriptor, "w", buffering=1)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    system = disk.file_system = CountingDisk(die_at)
+    function()
+    count.write_text(str(system.count))

@@ -41,15 +41,10 @@ ROLES = ("weight", "exp_avg", *SQUARES, "momentum", "factor", "iterate", "buffer
 
 # The limits of torch. Below them the product of a shape's sizes is exact in torch's 64-bit arithmetic.
 _MOST_DIMENSIONS, _MOST_ELEMENTS = 64, 1 << 56
+# The key of `_decode`'s references under which an anchor stands that may be written over.
+_SPARE = "spare memory"
 # The dtypes of the lossy codecs, which compute in float32 and round once to the tensor's dtype.
 LOSSY_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
-
-
-class OwnAnchor(dict[str, Tensor]):
-    """References whose anchor the caller no longer needs after decoding, so a codec may write the result over it.
-
-    This saves time: the first write to fresh memory takes half as long as decoding a difference.
-    """
 
 
 @dataclass(frozen=True)
@@ -126,10 +121,13 @@ class Codec(ABC):
         shape: Sequence[int],
         dtype: torch.dtype,
         references: References | None = None,
+        *,
+        is_anchor_spare: bool = False,
     ) -> Tensor:
         """Decode an `EncodedTensor` to a new contiguous CPU tensor; the references must be those of its encoding.
 
-        `references` are only read, except that the anchor of an `OwnAnchor` may be written over.
+        `references` are only read. If `is_anchor_spare`, the caller no longer needs the anchor, and the codec may write
+        the result over it: the first write to fresh memory takes half as long as decoding a difference.
         CorruptFileError: payloads, parameters, shape, dtype or references do not fit, or one is missing.
         """
         is_plain = len(shape) <= _MOST_DIMENSIONS and all(type(size) is int and size >= 0 for size in shape)
@@ -145,8 +143,9 @@ class Codec(ABC):
             if problem:
                 raise cls.corrupt(f"reference {name}", *problem)
         plain_payloads = [_plain(payload) for payload in payloads]
-        kind = OwnAnchor if isinstance(references, OwnAnchor) else dict
-        plain_references = kind({name: _plain(reference) for name, reference in used.items()})
+        plain_references = {name: _plain(reference) for name, reference in used.items()}
+        if is_anchor_spare and "anchor" in used:
+            plain_references[_SPARE] = plain_references["anchor"]
         try:
             decoded = cls._decode(plain_payloads, params, torch.Size(shape), dtype, plain_references)
         except MemoryError as error:
@@ -195,8 +194,8 @@ class Codec(ABC):
 
     @staticmethod
     def spare_memory(references: References) -> Tensor | None:
-        """Return the anchor of an `OwnAnchor`, which a codec may decode to, or None for any other mapping."""
-        return references.get("anchor") if isinstance(references, OwnAnchor) else None
+        """Return the anchor if a codec may decode to it, or None."""
+        return references.get(_SPARE)
 
     @classmethod
     def needed(cls, references: References, name: str) -> Tensor:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file as load_safetensors
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs import CODECS
-from hf_trainweights.checkpoint.codecs.base import ALL_DTYPES, OwnAnchor
+from hf_trainweights.checkpoint.codecs.base import ALL_DTYPES
 from hf_trainweights.checkpoint.encoded.reader import (
     Undecoded,
     find_anchor,
@@ -123,14 +123,15 @@ def _decode_storage(
         where = f"{storage_name(structure, index)}, from byte {start} of the payload on"
         raise corrupt(where, f"crc32 {entry['crc32']}", payload_crc32(pieces))
     codec, dtype = CODECS[entry["codec"]], DTYPES[entry["dtype"]]
-    # An anchor decodes tensors to new memory, to which a codec may write. A base maps them from files, so it may not.
-    references = {} if isinstance(anchor, BaseWeights) else OwnAnchor()
+    references = {}
     if anchor is not None and "anchor" in entry:
         references["anchor"] = anchor.tensor(entry["anchor"]).to(dtype)
     if exp_avg_sq is not None:
         references["exp_avg_sq"] = exp_avg_sq
+    # An anchor decodes tensors to new memory, to which a codec may write. A base maps them from files, so it may not.
+    is_spare, params = not isinstance(anchor, BaseWeights), entry.get("params", {})
     try:
-        decoded = codec.decode(pieces, entry.get("params", {}), entry["shape"], dtype, references)
+        decoded = codec.decode(pieces, params, entry["shape"], dtype, references, is_anchor_spare=is_spare)
     except CorruptFileError as error:
         where = f"{storage_name(structure, index)}, {error.where}"
         raise CorruptFileError(where, error.expected, error.found, error.next_step) from error

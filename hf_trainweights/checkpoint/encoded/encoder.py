@@ -91,7 +91,7 @@ def _anchor_entry(anchor: AnyAnchor, directory: Path | None) -> dict[str, Json]:
     path = (directory or anchor.directory).absolute() / anchor_file_name(anchor.sha256)
     more: dict[str, Json] = {"base": anchor.base.to_dict()} if isinstance(anchor, BaseWeights) else {}
     if isinstance(anchor, AnchorParts):
-        more = {"parts": [part.sha256 for part in anchor.parts]}
+        more = {"parts": [rank_anchor.sha256 for rank_anchor in anchor.parts]}
     return {"sha256": anchor.sha256, "path": str(path), **more}
 
 

@@ -72,7 +72,7 @@ class AnchorRecord:
         sha256: Digest of the anchor file.
         saves: How many checkpoints the anchor has served, including the checkpoint that it is itself.
         first_bits: Stored bits per weight of the first delta against the anchor; None before that delta.
-        last_bits: The same for the newest delta, corrected to the step of the first (see `AnchorCandidate.fineness`).
+        last_bits: The same for the newest delta, corrected to the step of the first (see `fineness`).
         delta_rms: The rms of the first delta by parameter name, from which the lossy codecs take their steps; empty
             as long as all codecs are lossless.
         interval_steps: Training steps between the first delta and the save before it; None if unknown.
@@ -89,6 +89,44 @@ class AnchorRecord:
         """Return whether the newest delta takes more than that many bits per weight beyond the first delta."""
         return self.first_bits is not None and (self.last_bits or 0.0) > self.first_bits + bits
 
+    def is_spent(self, anchor_every: int) -> bool:
+        """Return whether the next checkpoint should begin a new anchor, as this one served `anchor_every` or aged."""
+        return self.saves >= anchor_every or self.has_aged(_REFRESH_BITS)
+
+    def fineness(self, interval_steps: int | None) -> float:
+        """Return the factor from 0 to 1 that makes the steps of the next delta finer than those of the first delta.
+
+        Each resume adds the error of its checkpoint to the run. Steps grow with the square root of the interval between
+        saves, so errors add up to the same over the same number of training steps, however often a run is resumed.
+        `interval_steps` are the training steps from the last save to the next one; None if unknown.
+        """
+        if not self.delta_rms or interval_steps is None or self.interval_steps is None:
+            return 1.0
+        return min(math.sqrt(interval_steps / self.interval_steps), 1.0)
+
+    def step_rms(self, interval_steps: int | None) -> dict[str, float]:
+        """Return the rms by name from which lossy codecs take the next delta's steps; empty before the first delta."""
+        fineness = self.fineness(interval_steps)
+        return {name: rms * fineness for name, rms in self.delta_rms.items()}
+
+    def after_delta(
+        self,
+        bits_per_weight: float,
+        measured_rms: Mapping[str, float],
+        interval_steps: int | None,
+        *,
+        is_exact: bool,
+    ) -> AnchorRecord:
+        """Return the record after a checkpoint was stored against the anchor; `measured_rms` is its drift, if known."""
+        delta_rms = {**self.delta_rms, **measured_rms}
+        record = replace(self, saves=self.saves + 1, delta_rms=delta_rms)
+        if is_exact and delta_rms:  # in a rounded run only the best one is exact, and its bits compare with no others
+            return record
+        if not (is_exact or self.delta_rms):
+            record = replace(record, interval_steps=interval_steps)
+        bits = bits_per_weight + math.log2(self.fineness(interval_steps))
+        return replace(record, first_bits=bits if record.first_bits is None else record.first_bits, last_bits=bits)
+
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> AnchorRecord:
         """Read a record from JSON; CorruptFileError: a field is missing, unknown or of another type."""
@@ -99,48 +137,6 @@ class AnchorRecord:
         except TypeError as error:
             next_step = "Use another checkpoint of the run."
             raise CorruptFileError("anchor", "its state", repr(value)[:200], next_step) from error
-
-
-@dataclass(frozen=True, kw_only=True)
-class AnchorCandidate:
-    """An anchor that the next checkpoint may use, as the manifest of an earlier checkpoint of the run records it.
-
-    `interval_steps` are the training steps from the last save to the next one; None if unknown.
-    """
-
-    record: AnchorRecord
-    interval_steps: int | None = None
-
-    def is_spent(self, anchor_every: int) -> bool:
-        """Return whether the next checkpoint should begin a new anchor, as this one served `anchor_every` or aged."""
-        return self.record.saves >= anchor_every or self.record.has_aged(_REFRESH_BITS)
-
-    @property
-    def fineness(self) -> float:
-        """The factor from 0 to 1 that makes the steps of the next delta finer than those of the first delta.
-
-        Each resume adds the error of its checkpoint to the run. Steps grow with the square root of the interval between
-        saves, so errors add up to the same over the same number of training steps, however often a run is resumed.
-        """
-        if not self.record.delta_rms or self.interval_steps is None or self.record.interval_steps is None:
-            return 1.0
-        return min(math.sqrt(self.interval_steps / self.record.interval_steps), 1.0)
-
-    @property
-    def step_rms(self) -> dict[str, float]:
-        """The rms by name from which lossy codecs take the steps of the next delta; empty before the first delta."""
-        return {name: rms * self.fineness for name, rms in self.record.delta_rms.items()}
-
-    def after_delta(self, bits_per_weight: float, measured_rms: Mapping[str, float], *, is_exact: bool) -> AnchorRecord:
-        """Return the record after a checkpoint was stored against the anchor; `measured_rms` is its drift, if known."""
-        delta_rms = {**self.record.delta_rms, **measured_rms}
-        record = replace(self.record, saves=self.record.saves + 1, delta_rms=delta_rms)
-        if is_exact and delta_rms:  # in a rounded run only the best one is exact, and its bits compare with no others
-            return record
-        if not (is_exact or self.record.delta_rms):
-            record = replace(record, interval_steps=self.interval_steps)
-        bits = bits_per_weight + math.log2(self.fineness)
-        return replace(record, first_bits=bits if record.first_bits is None else record.first_bits, last_bits=bits)
 
 
 def link_anchor(source: Path, sha256: str, directory: Path) -> Anchor | None:
@@ -188,25 +184,22 @@ def unused_anchors(directory: Path) -> list[Path]:
     try:
         listed_names = read_manifest(directory).files if (directory / MANIFEST_NAME).exists() else ()
         others = {path.name for path in directory.iterdir()} - anchors
-        needed = needed_files(anchors, others, lambda name: _anchor_names(directory / name)).union(listed_names)
+        needed = needed_files(anchors, others, lambda name: anchor_digests(directory / name)).union(listed_names)
     except (CorruptFileError, OSError):
         return []
     return sorted(directory / name for name in anchors - needed)
 
 
 def needed_files(
-    anchors: Collection[str], readers: Collection[str], anchor_names: Callable[[str], Collection[str]]
+    anchors: Collection[str], readers: Collection[str], digests_of: Callable[[str], Collection[str]]
 ) -> set[str]:
     """Return the names of those `anchors` that the files `readers` need to be decoded, in turn over other anchors."""
     needed: set[str] = set()
     while readers:  # an anchor may itself be a difference to another anchor
-        readers = {name for reader in readers for name in anchor_names(reader)}.intersection(anchors) - needed
+        names = {anchor_file_name(sha256) for reader in readers for sha256 in digests_of(reader)}
+        readers = names.intersection(anchors) - needed
         needed |= readers
     return needed
-
-
-def _anchor_names(path: Path) -> list[str]:
-    return [anchor_file_name(sha256) for sha256 in anchor_digests(path)]
 
 
 def measure_delta_rms(weights: Mapping[str, Any], anchor: Anchor | BaseWeights) -> dict[str, float]:

@@ -20,7 +20,7 @@ from hf_trainweights.checkpoint.encoded.reader import (
     register_anchor_directory,
     report_of,
 )
-from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, anchor_file_name
+from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest import (
     MANIFEST_NAME,
     FileEntry,
@@ -160,12 +160,11 @@ class Listing:
     def _needed(self, anchors: Collection[str], listed: Mapping[str, ListedFile], written: Collection[str]) -> set[str]:
         """Return the names of those anchors that the `listed` files need, or those that were `written` since."""
 
-        def anchor_names(name: str) -> Collection[str]:
-            digests = listed[name].anchors if name in listed else anchor_digests(self.directory / name)
-            return [*map(anchor_file_name, digests)]
+        def digests_of(name: str) -> Collection[str]:
+            return listed[name].anchors if name in listed else anchor_digests(self.directory / name)
 
         readers = {name for name in (*listed, *written) if "/" not in name}
-        return needed_files(anchors, readers.difference(anchors), anchor_names)
+        return needed_files(anchors, readers.difference(anchors), digests_of)
 
     def _now(self, written: Collection[str]) -> dict[str, ListedFile]:
         """Return all files of the directory but those `written` since; a file that is new or has changed is read."""

@@ -23,7 +23,6 @@ from hf_trainweights.checkpoint.manifest import FileEntry
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.anchors import (
     MOST_FILES,
-    AnchorCandidate,
     AnchorRecord,
     expected_drift_rms,
     link_anchor,
@@ -74,20 +73,28 @@ class Weights:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightsAnchor(AnchorCandidate):
+class WeightsAnchor:
     """An anchor file, or a base, that the next checkpoint in whole files may use.
 
-    `path` is the anchor file in an earlier checkpoint. If there is a `base`, `path` is instead the checkpoint directory
-    that may keep the files of the base, and `keeps_base` tells whether it does.
+    An earlier checkpoint of the run has the `record` of it. `interval_steps` are the training steps from the last save
+    to the next one; None if unknown. `path` is the anchor file in the earlier checkpoint. If there is a `base`, `path`
+    is instead the checkpoint directory that may keep the files of the base, and `keeps_base` tells whether it does.
     """
 
+    record: AnchorRecord
+    interval_steps: int | None
     path: Path
     base: Base | None = None
     keeps_base: bool = False
 
     def is_spent(self, anchor_every: int) -> bool:
         """Return whether the next checkpoint should begin a new anchor; a base serves any number of checkpoints."""
-        return super().is_spent(anchor_every) if self.base is None else self.record.has_aged(_BASE_REFRESH_BITS)
+        return self.record.is_spent(anchor_every) if self.base is None else self.record.has_aged(_BASE_REFRESH_BITS)
+
+    @property
+    def step_rms(self) -> dict[str, float]:
+        """The rms by name from which lossy codecs take the steps of the next delta; empty before the first delta."""
+        return self.record.step_rms(self.interval_steps)
 
 
 def _open_base(base: Base, directory: Path, weights: Mapping[str, Any]) -> BaseWeights | None:
@@ -161,7 +168,8 @@ def _encode_delta(job: SaveJob, weights: Weights, candidate: WeightsAnchor, file
             second_moments=second_moments(weights.optimizer, weights.optimizer_names, weights.optimizer_class),
         )
         if written.anchor_sha256:
-            record = candidate.after_delta(_bits_per_weight(written, weights.state), moved, is_exact=is_exact)
+            bits, interval_steps = _bits_per_weight(written, weights.state), candidate.interval_steps
+            record = candidate.record.after_delta(bits, moved, interval_steps, is_exact=is_exact)
             if isinstance(anchor, BaseWeights):
                 files = anchor.files.values()
                 keeps = candidate.keeps_base or (job.base is not None and job.base.is_kept_by(job.path, files))

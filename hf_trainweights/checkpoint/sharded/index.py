@@ -32,7 +32,7 @@ from hf_trainweights.checkpoint.encoded.encoder import TensorReport
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, anchor_file_name
 from hf_trainweights.checkpoint.encoded.tree import corrupt
 from hf_trainweights.checkpoint.manifest import FileEntry, Manifest, read_manifest, write_manifest
-from hf_trainweights.checkpoint.run.anchors import AnchorCandidate, AnchorRecord
+from hf_trainweights.checkpoint.run.anchors import AnchorRecord
 from hf_trainweights.errors import CorruptFileError, UnsupportedError
 from hf_trainweights.files.atomic import remove_files, replace_file
 from hf_trainweights.files.reading import is_sha256
@@ -94,14 +94,17 @@ def _shard_of(item: WriteItem) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardedAnchor(AnchorCandidate):
+class ShardedAnchor:
     """The anchor files that the next checkpoint may use, as a checkpoint records them; `record.sha256` is unused.
 
-    `shards` maps the name of each shard to the digest of its anchor file, and `paths` maps that to the file's path.
+    `interval_steps` are the training steps from the last save to the next one; None if unknown. `shards` maps
+    the name of each shard to the digest of its anchor file, and `paths` maps that to the file's path.
     """
 
+    record: AnchorRecord
     shards: Mapping[str, str]
     paths: Mapping[str, Path] = field(default_factory=dict)
+    interval_steps: int | None = None
 
     def files(self, names: Iterable[str]) -> dict[str, tuple[str, Path]]:
         """Return the digest and path of the anchor file of each of these shards, by its name."""
@@ -237,6 +240,7 @@ def _anchor_of(items: Sequence[StoredItem], previous: ShardedAnchor | None, is_e
     if previous is None or not used:
         return ShardedAnchor(record=AnchorRecord(_NO_DIGEST), shards=new_shards)
     moved = measured if any(measured.values()) else {}  # the anchor itself was compressed again: that shows no drift
-    record = previous.after_delta(bits / max(elements, 1), moved, is_exact=is_exact)
+    bits_per_weight, interval_steps = bits / max(elements, 1), previous.interval_steps
+    record = previous.record.after_delta(bits_per_weight, moved, interval_steps, is_exact=is_exact)
     old_shards = {name: sha256 for name, sha256 in previous.shards.items() if sha256 in used}
     return ShardedAnchor(record=record, shards=old_shards | new_shards)

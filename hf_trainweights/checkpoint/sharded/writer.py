@@ -229,14 +229,14 @@ class TrainWeightsWriter(StorageWriter):
         with save_errors(self._path, _OUTCOME):
             number = free_number(self._path)
         previous = find_sharded_anchor(self._previous, self._fields["step"]) if self._previous else None
-        is_due = previous is None or previous.is_spent(self._anchor_every)
+        is_due = previous is None or previous.record.is_spent(self._anchor_every)
         plan_all = partial(plan_tensors, plans, self._policy, self._buffers, known, self._optimizer_class)
         tensor_plans = {} if is_due else plan_all(is_delta=True)
         self._anchor = previous if previous and _fits(previous, plans, tensor_plans) else None
         if self._anchor is None:
             tensor_plans = plan_all(is_delta=False)
         self._is_exact = all(plan.is_lossless for plan in tensor_plans.values() if is_weight(plan))
-        step_rms = previous.step_rms if previous else {}
+        step_rms = previous.record.step_rms(previous.interval_steps) if previous else {}
         rank_plans = []
         for rank, plan in enumerate(moments_together(plans, tensor_plans)):
             shards = [name_of(item) for item in plan.items if is_weight(tensor_plans.get(item.index.fqn))]

@@ -86,6 +86,7 @@ class WholeLayout:
 
     def compress(self, job: RewriteJob) -> Manifest:
         """Compress the files; a second call with the same choices changes nothing."""
+        # The tensors that are mapped from the files are gone when the call has returned, before the block ends.
         with freeing_in_background(self.path):
             return self._compress(job)
 

@@ -88,19 +88,19 @@ def repeat(
     Return the new content, its plan, and by name the large tensors that no rank has in float32.
     """
     new, plan, others = dict(tree), {}, Others()
-    for part in _PARTS:
-        tensors = tree.get(part)
+    for entry in _PARTS:
+        tensors = tree.get(entry)
         if not isinstance(tensors, dict):
             continue
-        new[part] = copy.copy(tensors)
-        joined = repeated.join_all(tensors) if part == "module" else {}
+        new[entry] = copy.copy(tensors)
+        joined = repeated.join_all(tensors) if entry == "module" else {}
         for name, tensor in tensors.items():
             if name in joined:
-                new[part][name] = joined[name]
-                plan |= plan_same({piece: (part, name, piece) for piece in joined[name].pieces})
+                new[entry][name] = joined[name]
+                plan |= plan_same({piece: (entry, name, piece) for piece in joined[name].pieces})
             elif isinstance(tensor, Tensor) and tensor.numel() >= SIZE_FLOOR:
-                own_name, new[part][name] = others.add(f"{part}.{name}", tensor)
-                plan[part, name] = TensorPlan("buffer", own_name, (PlanesDelta(),), anchor=own_name)
+                own_name, new[entry][name] = others.add(f"{entry}.{name}", tensor)
+                plan[entry, name] = TensorPlan("buffer", own_name, (PlanesDelta(),), anchor=own_name)
     return new, plan, others.tensors
 
 

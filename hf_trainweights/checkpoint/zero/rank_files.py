@@ -104,8 +104,8 @@ def rewrite_states(job: RewriteJob, orders: Sequence[RankOrder], interval_steps:
 
 def _rewrite(job: RewriteJob, order: RankOrder, interval_steps: int | None) -> Rewritten:
     file = job.path / order.name
-    if is_encoded(file) and (kept := _rounded_before(file)):  # encoding it again would hide its error
-        return kept
+    if is_encoded(file) and (rewritten := _rounded_before(file)):  # encoding it again would hide its error
+        return rewritten
     try:
         tree = load_states(file)
         partitions = Partitions(tree, order.shapes, order.rank, order.size)

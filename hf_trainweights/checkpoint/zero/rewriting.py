@@ -113,8 +113,8 @@ class ZeroLayout:
         listing = self._listing(previous)
         states = (tag / name for tag in self._tags for name in TagFiles(tag).states)
         if any(map(is_encoded, states)) and not are_importable():
-            found, next_step = "none, and its files hold some of its objects", "Install it: pip install deepspeed."
-            raise UnsupportedError(str(self.path), "DeepSpeed", found, next_step)
+            actual, next_step = "none, and its files hold some of its objects", "Install it: pip install deepspeed."
+            raise UnsupportedError(str(self.path), "DeepSpeed", actual, next_step)
         roundings, entries = dict(previous.rounded_before) if previous else {}, {}
         with self._locked():
             files = [*weight_files(self.path), *(tag / name for tag in self._tags for name in TagFiles(tag).names)]
@@ -237,7 +237,7 @@ class _Earlier:
 
 def _earlier(path: Path, tag: Path, step: int | None) -> list[_Earlier]:
     """List the checkpoints beside one that have anchors, the newest first."""
-    found = []
+    checkpoints = []
     for other in path.parent.iterdir():
         if other == path or not (other / MANIFEST_NAME).is_file():
             continue
@@ -245,8 +245,9 @@ def _earlier(path: Path, tag: Path, step: int | None) -> list[_Earlier]:
             manifest = read_manifest(other)
             if manifest.sharded.get(_ANCHORS):
                 tags = tag_directories(other)
-                found += [(manifest.step or 0, manifest.created, _Earlier(other, manifest, tags[0]))] if tags else []
-    return [earlier for *_, earlier in sorted(found, key=lambda item: item[:2], reverse=True)]
+                if tags:
+                    checkpoints.append((manifest.step or 0, manifest.created, _Earlier(other, manifest, tags[0])))
+    return [earlier for *_, earlier in sorted(checkpoints, key=lambda item: item[:2], reverse=True)]
 
 
 def _candidate(earlier: Sequence[_Earlier], name: str, interval: int | None) -> WeightsAnchor | None:

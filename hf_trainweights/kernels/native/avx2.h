@@ -39,6 +39,11 @@ static inline Floats permuted(Floats values, Integers indexes) {
     return _mm256_permutevar8x32_ps(values, (__m256i)indexes);
 }
 
+// Lane i of the result is number indexes[i] of four.
+static inline Floats permuted_four(const float *four, Integers indexes) {
+    return _mm256_permutevar_ps(_mm256_broadcast_ps((const __m128 *)four), (__m256i)indexes);
+}
+
 // Keep a vector in a register. GCC 12 would load it from memory again for its second use.
 static inline Integers loaded_once(Integers values) {
     __asm__("" : "+x"(values));

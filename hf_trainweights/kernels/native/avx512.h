@@ -27,6 +27,11 @@ static inline Floats permuted(Floats values, Integers indexes) {
     return _mm512_permutexvar_ps((__m512i)indexes, values);
 }
 
+// Lane i of the result is number indexes[i] of four.
+static inline Floats permuted_four(const float *four, Integers indexes) {
+    return _mm512_permutevar_ps(_mm512_broadcast_f32x4(_mm_loadu_ps(four)), (__m512i)indexes);
+}
+
 // Keep a vector in a register. GCC 12 would load it from memory again for its second use.
 static inline Integers loaded_once(Integers values) {
 #ifndef EMULATED_VECTORS

@@ -33,6 +33,11 @@ static inline Floats permuted(Floats values, Integers indexes) {
     return (Floats)vqtbl1q_u8((uint8x16_t)values, (uint8x16_t)bytes);
 }
 
+// Lane i of the result is number indexes[i] of four.
+static inline Floats permuted_four(const float *four, Integers indexes) {
+    return permuted(*(const Floats *)four, indexes);
+}
+
 static inline Integers loaded_once(Integers values) { return values; }
 
 // Return a product that the compiler does not fuse with the sum that follows. Tests compile this for another CPU.

@@ -2,8 +2,6 @@
 #pragma once
 // The sums of so many rows of x stay in registers while a row of the weight is read.
 #define FEW_ROWS 4
-// From so many bytes of digits on, two rows of the weight are multiplied side by side.
-#define PAIRED_BYTES 24576
 // Up to so many sums, each is computed in two halves.
 #define HALVED_SUMS 4
 // Codes are fetched into a cache so many bytes before they are read.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.digests import read_quantization_config
-from hf_trainweights.files.safetensors_file import TensorToWrite, write_safetensors
+from hf_trainweights.files.safetensors_file import TensorToWrite, safetensors_path, write_safetensors
 from hf_trainweights.files.staging import staged_files
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.choosing.config import QUANT_METHOD, TrainWeightsConfig
@@ -67,7 +67,7 @@ def save_file(weights: nn.Module | Mapping[str, Tensor], path: str | os.PathLike
     # "format" is Transformers' own entry of the metadata.
     aliases = {name: first for name, first in aliases.items() if name not in (first, "format")}
     unique = {name: _plain(tensor.detach()) for name, tensor in state.items() if name not in aliases}
-    path = _checked(path)
+    path = safetensors_path(path)
     with staged_files(path.parent, is_replaced=lambda _: False) as staged:  # no other file leaves the directory
         flat = flatten_state_dict(unique, None)
         flat = guards_of(name for name, tensor in unique.items() if isinstance(tensor, QuantizedTensor)) | flat
@@ -81,13 +81,6 @@ def _check_name(name: object) -> None:
     if not isinstance(name, str) or name == "__metadata__" or name.encode(errors="replace").decode() != name:
         expected, next_step = "names that a safetensors file can hold", "Pass tensors by the names of their weights."
         raise ConfigError("weights", expected, repr(name)[:_SHOWN_CHARACTERS], next_step)
-
-
-def _checked(path: str | os.PathLike[str]) -> Path:
-    path = Path(path)
-    if path.suffix != ".safetensors":
-        raise ConfigError(str(path), "a name that ends in .safetensors", repr(path.suffix), "Add it.")
-    return path
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -116,7 +109,7 @@ def load_file(path: str | os.PathLike[str], device: str | torch.device = "cpu") 
         >>> load_file("model.safetensors")["lm_head.weight"].shape  # doctest: +SKIP
         torch.Size([32000, 4096])
     """
-    path = _checked(path)
+    path = safetensors_path(path)
     if not path.exists():
         raise ConfigError(str(path), "a safetensors file", "nothing there", "Check the path.")
     check_weight_files([path])

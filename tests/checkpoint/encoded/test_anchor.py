@@ -116,12 +116,6 @@ SHA256 = hashlib.sha256(CONTENT).hexdigest()
 NAME = f"{SHA256}{ANCHOR_SUFFIX}"
 
 
-@pytest.fixture(autouse=True)
-def _fresh_process(monkeypatch):
-    monkeypatch.setattr(reader, "_directories", {})
-    monkeypatch.setattr(reading, "_digests", {})
-
-
 def anchor_in(directory, content=CONTENT):
     directory.mkdir(exist_ok=True)
     (directory / NAME).write_bytes(content)

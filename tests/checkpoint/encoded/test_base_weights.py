@@ -30,11 +30,6 @@ def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return put_into_cache(tmp_path / "cache", monkeypatch, weights())
-
-
-@pytest.fixture
 def local(tmp_path: Path) -> Path:
     directory = tmp_path / "mine"
     directory.mkdir()

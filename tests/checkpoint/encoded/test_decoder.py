@@ -7,7 +7,7 @@ import zipfile
 import pytest
 import torch
 from fresh_process import run_fresh
-from helpers import default_dtype
+from helpers import default_dtype, flip_a_bit
 from trees import fingerprint, write_encoded, written_bytes
 
 from hf_trainweights.checkpoint.encoded.reader import register_anchor_directory
@@ -147,9 +147,7 @@ def test_moved_delta_says_what_to_call_and_loads_once_the_directory_is_registere
 def test_damaged_anchor_is_an_error_even_if_its_digest_was_checked_before(delta):
     path, anchor, _ = delta
     torch.load(path, weights_only=True)
-    data = bytearray(anchor.read_bytes())
-    data[len(data) // 2] ^= 1
-    anchor.write_bytes(data)
+    flip_a_bit(anchor)
     with pytest.raises(CorruptFileError, match="expected"):
         torch.load(path, weights_only=True)
     # Not even a file system whose clock stands still hides it.

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from trees import Call, encoded_bytes, fingerprint, small_tree, trained, write_anchor
 
 from hf_trainweights.checkpoint.codecs import CODECS
-from hf_trainweights.checkpoint.encoded import reader
 from hf_trainweights.checkpoint.encoded.decoder import Anchor, decode_file
 from hf_trainweights.checkpoint.encoded.encoder import encode_file
 from hf_trainweights.checkpoint.encoded.reader import load_file, read_structure
@@ -24,13 +23,6 @@ from hf_trainweights.checkpoint.encoded.storage_tasks import TensorPlan
 from hf_trainweights.checkpoint.encoded.structure import payload_crc32
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.errors import CorruptFileError, TrainWeightsError
-from hf_trainweights.files import reading
-
-
-@pytest.fixture(autouse=True)
-def _fresh_process(monkeypatch):
-    monkeypatch.setattr(reader, "_directories", {})
-    monkeypatch.setattr(reading, "_digests", {})
 
 
 def forged(structure, payload=None):

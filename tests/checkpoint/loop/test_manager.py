@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint.loops import everything
+from forks import exit_code_of, fork
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from trees import fingerprint
@@ -470,19 +471,13 @@ def test_a_lossy_run_goes_on_close_by(tmp_path, mode):
 
 
 def in_a_child(function):
-    """Runs a function in a fork, which has imported all there is to import, and returns its process id."""
-    child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
+    """Runs a function on one thread in a fork, and returns its process id."""
+
+    def work():
         torch.set_num_threads(1)
         function()
-        status = 0
-    except SystemExit as error:
-        status = error.code
-    finally:
-        os._exit(status)
+
+    return fork(work)
 
 
 @pytest.mark.slow
@@ -496,7 +491,7 @@ def test_ten_steps_and_kill_and_ten_steps_are_twenty(tmp_path):
                 os.kill(os.getpid(), signal.SIGKILL)
 
     child = in_a_child(lambda: Killed()(tmp_path / "b", every_steps=5))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert exit_code_of(child) == -signal.SIGKILL
     assert latest(tmp_path / "b") == str(tmp_path / "b" / "checkpoint-10")
     resumed = Run()(tmp_path / "b", every_steps=5, stop=17)
     assert resumed.seen == straight.seen[10:]
@@ -516,7 +511,7 @@ def test_sigterm_saves_and_exits(tmp_path, where):
             os.kill(os.getpid(), signal.SIGTERM)
 
     child = in_a_child(run)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGTERM
+    assert exit_code_of(child) == 128 + signal.SIGTERM
     assert load_checkpoint(latest(tmp_path))["step"] == (3 if where == "in the loop" else 5)
 
 
@@ -529,7 +524,7 @@ def test_sigterm_waits_until_no_gradient_is_half_summed(tmp_path):
                 os.kill(os.getpid(), signal.SIGTERM)
 
     child = in_a_child(lambda: Terminated(accumulate=4)(tmp_path, every_steps=10**9))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGTERM
+    assert exit_code_of(child) == 128 + signal.SIGTERM
     assert load_checkpoint(latest(tmp_path))["step"] == 8
 
 

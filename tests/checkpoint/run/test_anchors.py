@@ -383,7 +383,7 @@ def test_a_save_is_as_far_from_the_last_one_before_it_as_their_names_say(tmp_pat
     elsewhere = candidate_for(tmp_path / "best")
     assert elsewhere is not None
     assert elsewhere.interval_steps is None
-    assert elsewhere.fineness == 1
+    assert elsewhere.record.fineness(elsewhere.interval_steps) == 1
 
 
 def test_drift_is_how_far_adam_moves_weights_whose_gradients_are_independent():

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from bases import COMMIT, REPOSITORY, forget_directories, put_into_cache, trainer_checkpoint, weights, write
+from bases import COMMIT, REPOSITORY, forget_directories, trainer_checkpoint, weights, write
 
 from hf_trainweights.checkpoint.directory import collect_garbage, compress_directory, latest, restore_directory
 from hf_trainweights.checkpoint.encoded import reader
@@ -27,11 +27,6 @@ COMMAND = f"hf download {REPOSITORY} --revision {COMMIT}"
 @pytest.fixture(autouse=True)
 def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     forget_directories(monkeypatch)
-
-
-@pytest.fixture
-def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return put_into_cache(tmp_path / "cache", monkeypatch, weights())
 
 
 def small(run: Path, step: int, anchor: Path | None, **options: Any) -> Manifest:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint.sharded.states import differing, failures, load, save, sharded, whole_state, without_process_group
+from checkpoint.sharded.states import differing, failures, load, save, sharded, whole_state
 from covering import by_default, exhaustive
 from ranks import outcomes_of_ranks, run_ranks
 from simulated_disk import OUTCOMES, FailingDisk, replay
@@ -23,13 +23,7 @@ from hf_trainweights.distributed import TrainWeightsReader
 from hf_trainweights.errors import CorruptFileError, SaveError
 from hf_trainweights.files import disk
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Any:
-    with without_process_group():
-        yield
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("alone")]
 
 
 def small_state(number: int) -> dict[str, Any]:

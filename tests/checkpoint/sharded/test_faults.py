@@ -27,6 +27,7 @@ from checkpoint.sharded.states import (
     whole_state,
     without_process_group,
 )
+from helpers import flip_a_bit
 from ranks import run_ranks
 from torch.distributed.checkpoint.planner import SavePlan
 
@@ -45,15 +46,9 @@ from hf_trainweights.errors import (
 )
 from hf_trainweights.files.reading import sign_json
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("alone")]
 
 MODE = "near-lossless"
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Any:
-    with without_process_group():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -130,9 +125,7 @@ def rename_file(path: Path) -> None:
 
 def damage_anchor(path: Path) -> None:
     (anchor,) = path.glob("*.anchor")
-    content = bytearray(anchor.read_bytes())
-    content[len(content) // 2] ^= 1
-    anchor.write_bytes(content)
+    flip_a_bit(anchor)
 
 
 def put_link(path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint.sharded.states import failures, without_process_group
+from checkpoint.sharded.states import failures
 from covering import by_default
 from ranks import run_ranks
 from torch import nn
@@ -23,13 +23,7 @@ from hf_trainweights.checkpoint.manifest import read_manifest
 from hf_trainweights.distributed import ModelState, TrainWeightsReader, TrainWeightsWriter
 from hf_trainweights.errors import CorruptFileError
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Any:
-    with without_process_group():
-        yield
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("alone")]
 
 
 def build(seed: int, form: str = "int8") -> nn.Sequential:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from checkpoint.sharded.states import BETAS, TRAINED, differing, leaves, load, save, whole_state, without_process_group
 from covering import exhaustive
+from helpers import flip_a_bit
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from trees import ADAM_SETTINGS
@@ -25,13 +26,7 @@ from hf_trainweights.checkpoint.manifest import read_manifest
 from hf_trainweights.checkpoint.planning.policy import LOSSY_MODES, MODES, SIZE_FLOOR
 from hf_trainweights.distributed import TrainWeightsReader
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Any:
-    with without_process_group():
-        yield
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("alone")]
 
 
 @pytest.fixture(scope="module", params=MODES)
@@ -401,9 +396,7 @@ def test_an_anchor_that_cannot_be_used_costs_a_warning_and_a_full_checkpoint(tmp
     previous, path = tmp_path / "previous", tmp_path / "next"
     if missing == "damaged":
         save(previous, whole_state(0))
-        content = bytearray((previous / "__0_0.distcp").read_bytes())
-        content[len(content) // 2] ^= 1
-        (previous / "__0_0.distcp").write_bytes(content)
+        flip_a_bit(previous / "__0_0.distcp")
     elif missing == "plain":
         previous.mkdir()
         (previous / ".metadata").write_bytes(b"")

@@ -79,7 +79,8 @@ def write(path: Path, source: Source, anchor: ShardedAnchor | None) -> None:
         [SavePlan(items, planner_data=paths)], Policy("near-lossless"), None, (), is_delta=anchor is not None
     )
     path.mkdir()
-    anchors, step_rms = (anchor.files(anchor.shards), anchor.step_rms) if anchor else ({}, {})
+    anchors = anchor.files(anchor.shards) if anchor else {}
+    step_rms = anchor.record.step_rms(anchor.interval_steps) if anchor else {}
     rank_orders = RankOrders(*file_names(0, free_number(path)), orders, anchors, step_rms)
     rank = RankItems(path, items, source.resolve, rank_orders, items)
     results = [*write_weights(rank), *write_others(rank)]

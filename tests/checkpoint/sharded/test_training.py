@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from checkpoint.sharded.states import differing, failures, load, save, sharded, whole_state
 from covering import exhaustive
+from helpers import flip_a_bit
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -185,9 +186,7 @@ def test_a_damaged_anchor_of_one_rank_is_an_error_on_all(tmp_path: Path) -> None
     run_ranks(2, saves_with, tmp_path / "1", tmp_path / "0", 1)
     shutil.rmtree(tmp_path / "0")
     anchor = sorted((tmp_path / "1").glob("*.anchor"))[0]
-    content = bytearray(anchor.read_bytes())
-    content[1000] ^= 1
-    anchor.write_bytes(content)
+    flip_a_bit(anchor, 1000)
     found = run_ranks(2, damaged_by, tmp_path / "1")
     assert found[0] == found[1]
     assert set(found[0].values()) == {"CorruptFileError"}

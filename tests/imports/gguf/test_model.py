@@ -45,16 +45,6 @@ CASES = [case for case in CASES if case not in ROUNDED_TWICE]
 ENCODERS = {"bert", "distilbert", "roberta", "xlm_roberta"}
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return tmp_path / "source"
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "out"
-
-
 def read_by_transformers(source: Path, dtype: torch.dtype, file: str = "model.gguf") -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=dtype)
 

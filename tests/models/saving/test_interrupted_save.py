@@ -16,6 +16,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, outputs
 from covering import by_default
+from forks import exit_code_of, fork
 from simulated_disk import OUTCOMES, replay
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -207,12 +208,12 @@ class DeadlyDisk(disk.FileSystem):
 
 def kill(save: Save, directory: Path, call: str, number: int) -> None:
     """Save in a process that dies at that call."""
-    child = os.fork()
-    if child == 0:
+
+    def work() -> None:
         disk.file_system = DeadlyDisk(call, number)
         save(directory)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+    assert exit_code_of(fork(work)) == -signal.SIGKILL
 
 
 def leftovers(directory: Path) -> list[Path]:
@@ -279,15 +280,17 @@ def test_kills_at_any_time_leave_one_model_or_the_other(tmp_path: Path) -> None:
     for model in models:
         model.save_pretrained(directory, **SHARDED)
         whole.append(load(directory))
+
+    def save_again_and_again() -> None:
+        while True:
+            for model in models:
+                model.save_pretrained(directory, **SHARDED)
+
     for number in range(0, 12, 2):
-        child = os.fork()
-        if child == 0:
-            while True:
-                for model in models:
-                    model.save_pretrained(directory, **SHARDED)
+        child = fork(save_again_and_again)
         time.sleep(0.05 + 0.023 * number)
         os.kill(child, signal.SIGKILL)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        assert exit_code_of(child) == -signal.SIGKILL
         found = load(directory)
         assert found is None or is_one_of(found, whole)
         clean_up(directory)

@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, outputs
+from architectures import ARCHITECTURES, computes_the_same
 from fork_server import exit_code_of_fork
+from helpers import contents
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -62,14 +63,6 @@ def load(directory: Path, **options: Any) -> PreTrainedModel:
     model, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True, **options)
     assert {problem: keys for problem, keys in info.items() if keys} == {}
     return model
-
-
-def computes_the_same(model: PreTrainedModel, other: PreTrainedModel) -> bool:
-    return all(map(torch.equal, outputs(model, LLAMA.make_inputs()), outputs(other, LLAMA.make_inputs())))
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 def weight_files(directory: Path) -> set[str]:

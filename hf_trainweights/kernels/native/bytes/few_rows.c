@@ -16,9 +16,10 @@ typedef struct {
     Table table;            // of table4
 } Tokens;
 
-// PAIRED_BYTES of digits no longer stay in the first-level cache, and two rows of the weight are multiplied side by
-// side, so that digits are read half as often. With fewer, one row at a time is faster: memory is read in one stream.
-#define PAIR 2
+// So many rows of the weight are multiplied side by side where their sums stay in registers. They share the loads of
+// digits, which take as long as the products: with one token and a weight in the caches, a tenth to a fifth of the time.
+#define SIDE_BY_SIDE (SUMS > 12 ? 4 : 2)
+#define MOST_SUMS (4 * SIDE_BY_SIDE)
 // Up to HALVED_SUMS sums are each computed in two halves: a product waits some cycles for the sum before it, in which the
 // other half can begin. With a weight in the caches, one token takes a fifth less time, and a third less with AVX-VNNI.
 
@@ -164,12 +165,13 @@ static void write_token(const Product *p, const Tokens *tokens, int64_t m) {
     }
 }
 
-// A row of the weight, or two that are multiplied side by side.
+// A row of the weight, or several that are multiplied side by side.
 typedef struct {
-    const uint8_t *codes[PAIR];
+    const uint8_t *codes[SIDE_BY_SIDE];
     const float *scale;  // [rows][scales]: those of groups, and behind scale_length offsets of affine
     int64_t scales;      // the distance of the scales of two rows
     const Table *table;
+    int64_t fetched_bytes;  // codes are fetched into a cache so many bytes before they are read: all rows, at least
 } Rows;
 
 // The last codes of a row whose planes fill no step, with zeros behind them.
@@ -204,38 +206,41 @@ static inline __attribute__((always_inline)) void load_step(const uint8_t *codes
 
 // Multiply a vector of codes of each row with the digits of a step, and add the products to `products`. `left` bytes of
 // the rows begin at `at`.
-static inline __attribute__((always_inline)) void add_products(const Rows *pair, int64_t at, int64_t left,
+static inline __attribute__((always_inline)) void add_products(const Rows *weight, int64_t at, int64_t left,
                                                                const Integers *digits, int rows, int vectors, int kind,
-                                                               Integers products[PAIR][FEW_ROWS * 3]) {
+                                                               Integers products[SIDE_BY_SIDE][FEW_ROWS * 3]) {
     const int halves = HALVES_OF(kind);
-    Integers loaded[PAIR][2], seconds[PAIR][2];
+    Integers loaded[SIDE_BY_SIDE][2], seconds[SIDE_BY_SIDE][2];
     for (int row = 0; row < rows; row++) {
-        fetch_ahead(pair->codes[row] + at);
-        load_step(pair->codes[row] + at, kind, left, loaded[row]);
+        __builtin_prefetch(weight->codes[row] + at + weight->fetched_bytes, 0, 2);  // as fetch_ahead
+        load_step(weight->codes[row] + at, kind, left, loaded[row]);
         for (int half = 0; half < halves; half++) {
-            if (kind == WIDE_TABLE) seconds[row][half] = looked_up(pair->table->values[1], loaded[row][half]);
+            if (kind == WIDE_TABLE) seconds[row][half] = looked_up(weight->table->values[1], loaded[row][half]);
             if (kind == INDEXES) loaded[row][half] = values_of(loaded[row][half]);
             if (kind == TABLE || kind == WIDE_TABLE)
-                loaded[row][half] = looked_up(pair->table->values[0], loaded[row][half]);
+                loaded[row][half] = looked_up(weight->table->values[0], loaded[row][half]);
         }
     }
     for (int half = 0; half < halves; half++)
-        for (int i = 0; i < vectors; i++)
+        for (int i = 0; i < vectors; i++) {
+            Integers digit = digits[i * halves + half];
+            if (rows > 1) digit = loaded_once(digit);
             for (int row = 0; row < rows; row++) {
                 Integers *sum = &products[row][i];
-                *sum = add_products_of_bytes(*sum, loaded[row][half], digits[i * halves + half]);
+                *sum = add_products_of_bytes(*sum, loaded[row][half], digit);
                 if (kind == WIDE_TABLE && i % 2)
                     *sum = add_products_of_bytes(*sum, seconds[row][half], digits[(i - 1) * halves + half]);
             }
+        }
 }
 
 // Add the products of a row with one scale, which `totals` has to be multiplied by yet.
-static inline __attribute__((always_inline)) void add_whole_row(const Rows *pair, const Integers *x,
+static inline __attribute__((always_inline)) void add_whole_row(const Rows *weight, const Integers *x,
                                                                 const Integers *offset_sums, int64_t bytes, int rows,
                                                                 int M, int digits, int kind,
-                                                                Floats totals[PAIR][FEW_ROWS]) {
+                                                                Floats totals[SIDE_BY_SIDE][FEW_ROWS]) {
     const int vectors = M * digits, step = vectors * HALVES_OF(kind);
-    Integers products[PAIR][FEW_ROWS * 3], others[PAIR][FEW_ROWS * 3];
+    Integers products[SIDE_BY_SIDE][FEW_ROWS * 3], others[SIDE_BY_SIDE][FEW_ROWS * 3];
     int64_t at = 0;
     for (int row = 0; row < rows; row++)
         for (int i = 0; i < vectors; i++) {
@@ -243,11 +248,11 @@ static inline __attribute__((always_inline)) void add_whole_row(const Rows *pair
             others[row][i] = all_integers(0);
         }
     for (; rows * vectors <= HALVED_SUMS && at + 2 * BYTES <= bytes; at += 2 * BYTES, x += 2 * step) {
-        add_products(pair, at, BYTES, x, rows, vectors, kind, products);
-        add_products(pair, at + BYTES, BYTES, x + step, rows, vectors, kind, others);
+        add_products(weight, at, BYTES, x, rows, vectors, kind, products);
+        add_products(weight, at + BYTES, BYTES, x + step, rows, vectors, kind, others);
     }
-    for (; at + BYTES <= bytes; at += BYTES, x += step) add_products(pair, at, BYTES, x, rows, vectors, kind, products);
-    if (at < bytes) add_products(pair, at, bytes - at, x, rows, vectors, kind, products);
+    for (; at + BYTES <= bytes; at += BYTES, x += step) add_products(weight, at, BYTES, x, rows, vectors, kind, products);
+    if (at < bytes) add_products(weight, at, bytes - at, x, rows, vectors, kind, products);
     for (int row = 0; row < rows; row++) {
         for (int i = 0; i < vectors; i++) products[row][i] += others[row][i];
         for (int m = 0; m < M; m++) totals[row][m] = join_digits(products[row] + m * digits, digits);
@@ -255,21 +260,23 @@ static inline __attribute__((always_inline)) void add_whole_row(const Rows *pair
 }
 
 // Add the products of a span times their scales to `totals`. `left` bytes of the rows begin at its last step.
-static inline __attribute__((always_inline)) void add_span(const Rows *pair, int64_t at, int64_t left,
+static inline __attribute__((always_inline)) void add_span(const Rows *weight, int64_t at, int64_t left,
                                                            const Integers *x, const Integers *offset_sums,
-                                                           int64_t scale_at, Integers lanes, int64_t steps, int rows,
-                                                           int M, int digits, int kind, int span,
-                                                           Floats totals[PAIR][FEW_ROWS]) {
+                                                           int64_t scale_at, int64_t groups, Integers lanes,
+                                                           int64_t steps, int rows, int M, int digits, int kind,
+                                                           int span, Floats totals[SIDE_BY_SIDE][FEW_ROWS]) {
     const int vectors = M * digits, step = vectors * HALVES_OF(kind);
-    Integers products[PAIR][FEW_ROWS * 3];
+    Integers products[SIDE_BY_SIDE][FEW_ROWS * 3];
     for (int row = 0; row < rows; row++)
         for (int i = 0; i < vectors; i++)
             products[row][i] = has_group_sums(kind, digits) ? all_integers(0) : offset_sums[i];
     for (int64_t i = 0; i < steps; i++)
-        add_products(pair, at + i * STEP_BYTES(kind), left, x + i * step, rows, vectors, kind, products);
+        add_products(weight, at + i * STEP_BYTES(kind), left, x + i * step, rows, vectors, kind, products);
     for (int row = 0; row < rows; row++) {
-        const float *scale = pair->scale + row * pair->scales + scale_at;
-        Floats factors = span == WITHIN ? permuted(*(const Floats *)scale, lanes) : all_floats(*scale);
+        const float *scale = weight->scale + row * weight->scales + scale_at;
+        Floats factors = span != WITHIN ? all_floats(*scale)
+                         : groups <= 4  ? permuted_four(scale, lanes)
+                                        : permuted(*(const Floats *)scale, lanes);
         for (int m = 0; m < M; m++)
             totals[row][m] =
                 multiply_add(join_digits(products[row] + m * digits, digits), factors, totals[row][m]);
@@ -277,10 +284,10 @@ static inline __attribute__((always_inline)) void add_span(const Rows *pair, int
 }
 
 // Add the products of a row whose groups have scales.
-static inline __attribute__((always_inline)) void add_groups(const Rows *pair, const Integers *x,
+static inline __attribute__((always_inline)) void add_groups(const Rows *weight, const Integers *x,
                                                              const Integers *offset_sums, int64_t bytes, int64_t size,
                                                              int rows, int M, int digits, int kind, int span,
-                                                             Floats totals[PAIR][FEW_ROWS]) {
+                                                             Floats totals[SIDE_BY_SIDE][FEW_ROWS]) {
     const int vectors = M * digits;
     // Groups within a vector have several scales, each for equally many lanes of the sums.
     const int64_t columns = COLUMNS_OF(kind), groups = span == WITHIN ? columns / size : 1;
@@ -290,21 +297,22 @@ static inline __attribute__((always_inline)) void add_groups(const Rows *pair, c
     for (int row = 0; row < rows; row++)
         for (int m = 0; m < M; m++) totals[row][m] = all_floats(0);
     for (; at + steps * STEP_BYTES(kind) <= bytes; at += steps * STEP_BYTES(kind), scale_at += groups) {
-        add_span(pair, at, STEP_BYTES(kind), x, offset_sums, scale_at, lanes, steps, rows, M, digits, kind, span, totals);
+        add_span(weight, at, STEP_BYTES(kind), x, offset_sums, scale_at, groups, lanes, steps, rows, M, digits, kind, span,
+                 totals);
         x += steps * vectors * HALVES_OF(kind);
         offset_sums += vectors;
     }
     if (span == WITHIN && at < bytes)
-        add_span(pair, at, bytes - at, x, offset_sums, scale_at, lanes, steps, rows, M, digits, kind, span, totals);
+        add_span(weight, at, bytes - at, x, offset_sums, scale_at, groups, lanes, steps, rows, M, digits, kind, span, totals);
 }
 
 // Add the scales, or the offsets, of all groups times the sums of x there.
-static inline __attribute__((always_inline)) void add_group_sums(const Rows *pair, const float *group_sums, int64_t G,
+static inline __attribute__((always_inline)) void add_group_sums(const Rows *weight, const float *group_sums, int64_t G,
                                                                  int64_t offsets, int rows, int M,
-                                                                 Floats totals[PAIR][FEW_ROWS]) {
+                                                                 Floats totals[SIDE_BY_SIDE][FEW_ROWS]) {
     for (int64_t g = 0; g < G; g += LANES, group_sums += M * LANES)
         for (int row = 0; row < rows; row++) {
-            Floats factors = *(const Floats *)(pair->scale + row * pair->scales + offsets + g);
+            Floats factors = *(const Floats *)(weight->scale + row * weight->scales + offsets + g);
             for (int m = 0; m < M; m++)
                 totals[row][m] =
                     multiply_add(*(const Floats *)(group_sums + m * LANES), factors, totals[row][m]);
@@ -334,9 +342,22 @@ static void write_groups_of_row(const Product *p, int64_t n, float *to) {
 static int64_t numbers_length(const Product *p) { return scale_length(p) * (p->weight.family ? 3 : 1); }
 
 // Compiled once, and not in each function below.
-static __attribute__((noinline)) void write_scales_of_row(const Product *p, int64_t n, float *to) {
+static __attribute__((noinline)) void write_decoded_scales(const Product *p, int64_t n, float *to) {
     if (p->weight.family) write_groups_of_row(p, n, to);
     else write_scales(p, n, scale_length(p), to);
+}
+
+// Write the scales of a row. Plain ones, which codes of these kinds have, need so few instructions that a call would
+// take a tenth of the product's time. The first ones of the next row are fetched meanwhile: if they come from memory,
+// a product of 4096 columns waits for them a tenth of its time.
+static inline __attribute__((always_inline)) void write_scales_of_row(const Product *p, int64_t n, int kind, float *to) {
+    int64_t G = groups_of(p);
+    if (kind != NIBBLES && kind != BYTE_CODES) {
+        write_decoded_scales(p, n, to);
+        return;
+    }
+    __builtin_prefetch((const char *)p->scale + (n + 1) * G * itemsize(p->weight.scale_dtype), 0, 3);
+    copy_as_float32(p->scale, p->weight.scale_dtype, n * G, G, round_up(G, LANES), to);
 }
 
 // Fill the sums of as many rows of a block as `rows` divides, and return their number.
@@ -347,18 +368,19 @@ static inline __attribute__((always_inline)) int64_t multiply_rows(const Product
     int64_t bytes = p->weight.K * bits_of(kind) >> 3, size = p->weight.group_size, scales = numbers_length(p), n = 0;
     int64_t offsets = kind & AFFINE_CODES ? scale_length(p) : 0;
     for (; n + rows <= count; n += rows) {
-        Rows pair = {.scale = scale, .scales = scales, .table = &tokens->table};
-        Floats totals[PAIR][FEW_ROWS];
+        Rows weight = {.scale = scale, .scales = scales, .table = &tokens->table};
+        weight.fetched_bytes = rows * bytes > FETCHED_BYTES ? rows * bytes : FETCHED_BYTES;
+        Floats totals[SIDE_BY_SIDE][FEW_ROWS];
         for (int row = 0; row < rows; row++) {
-            pair.codes[row] = row_of(p, first + n + row);
-            if (span != WHOLE_ROW) write_scales_of_row(p, first + n + row, scale + row * scales);
+            weight.codes[row] = row_of(p, first + n + row);
+            if (span != WHOLE_ROW) write_scales_of_row(p, first + n + row, kind, scale + row * scales);
         }
         if (span == WHOLE_ROW)
-            add_whole_row(&pair, tokens->digits, tokens->offset_sums, bytes, rows, M, digits, kind, totals);
+            add_whole_row(&weight, tokens->digits, tokens->offset_sums, bytes, rows, M, digits, kind, totals);
         else
-            add_groups(&pair, tokens->digits, tokens->offset_sums, bytes, size, rows, M, digits, kind, span, totals);
+            add_groups(&weight, tokens->digits, tokens->offset_sums, bytes, size, rows, M, digits, kind, span, totals);
         if (has_group_sums(kind, digits))
-            add_group_sums(&pair, tokens->group_sums, groups_of(p), offsets, rows, M, totals);
+            add_group_sums(&weight, tokens->group_sums, groups_of(p), offsets, rows, M, totals);
         for (int row = 0; row < rows; row++)
             for (int m = 0; m < M; m++) results[m][n + row] = sum_of(totals[row][m]);
     }
@@ -376,11 +398,13 @@ typedef int64_t (*MultiplyRows)(const Product *, const Tokens *, int64_t, int64_
         return multiply_rows(p, tokens, first, count, scale, ROWS, M, DIGITS, KIND, SPAN, results); \
     }
 #define CASE(ROWS, M_, DIGITS, KIND, SPAN)                                                                     \
-    if (rows == ROWS && p->M == M_ && p->weight.digits == DIGITS && kind_of(p) == KIND && span_of(p) == SPAN) \
+    if ((ROWS == 1 || ROWS * M_ * DIGITS <= MOST_SUMS) && rows == ROWS && p->M == M_ &&                       \
+        p->weight.digits == DIGITS && kind_of(p) == KIND && span_of(p) == SPAN)                               \
         return multiply_##ROWS##_##M_##_##DIGITS##_##KIND##_##SPAN;
 #define FOR_TOKENS(DO, ...)                                                                                     \
     DO(1, 1, __VA_ARGS__) DO(1, 2, __VA_ARGS__) DO(1, 3, __VA_ARGS__) DO(1, 4, __VA_ARGS__)                     \
-    DO(2, 1, __VA_ARGS__) DO(2, 2, __VA_ARGS__) DO(2, 3, __VA_ARGS__) DO(2, 4, __VA_ARGS__)
+    DO(SIDE_BY_SIDE, 1, __VA_ARGS__) DO(SIDE_BY_SIDE, 2, __VA_ARGS__) DO(SIDE_BY_SIDE, 3, __VA_ARGS__)          \
+    DO(SIDE_BY_SIDE, 4, __VA_ARGS__)
 #define FOR_DIGITS(DO, ...) FOR_TOKENS(DO, 2, __VA_ARGS__) FOR_TOKENS(DO, 3, __VA_ARGS__)
 #define FOR_SINGLE(DO, DIGITS, KIND)                                                                            \
     DO(1, 1, DIGITS, KIND, WITHIN) DO(1, 2, DIGITS, KIND, WITHIN) DO(1, 3, DIGITS, KIND, WITHIN)                \
@@ -410,16 +434,17 @@ typedef int64_t (*MultiplyRows)(const Product *, const Tokens *, int64_t, int64_
 
 FOR_ALL(FUNCTION)
 
+// Return the function that multiplies so many rows of the weight side by side; NULL if there is none.
 static MultiplyRows function_of(const Product *p, int rows) {
     FOR_ALL(CASE)
     return NULL;
 }
 
-static void multiply_block(const Product *p, const Tokens *tokens, MultiplyRows single, MultiplyRows paired,
+static void multiply_block(const Product *p, const Tokens *tokens, MultiplyRows single, MultiplyRows several,
                            int64_t first, int64_t count) {
     const Weight *w = &p->weight;
-    float results[FEW_ROWS][LANES], scale[PAIR * numbers_length(p)];
-    int64_t n = paired ? paired(p, tokens, first, count, scale, results) : 0;
+    float results[FEW_ROWS][LANES], scale[SIDE_BY_SIDE * numbers_length(p)];
+    int64_t n = several ? several(p, tokens, first, count, scale, results) : 0;
     float(*rest)[LANES] = (float(*)[LANES])(results[0] + n);
     if (n < count) single(p, tokens, first + n, count - n, scale, rest);
     Floats bias = p->bias ? load_floats(p->bias, w->dtype, first, count) : all_floats(0);
@@ -433,13 +458,11 @@ static void multiply_block(const Product *p, const Tokens *tokens, MultiplyRows 
 void multiply_few_rows(const Product *p, int threads, int8_t *memory) {
     Tokens tokens = tokens_at(p, memory);
     tokens.table = p->weight.family == TABLE4 ? table_of(p->table) : (Table){.unit = 1};
-    int64_t vectors = p->M * p->weight.digits;
-    int is_paired = vectors * padded_length(p) >= PAIRED_BYTES && PAIR * vectors <= SUMS;
-    MultiplyRows single = function_of(p, 1), paired = is_paired ? function_of(p, PAIR) : NULL;
+    MultiplyRows single = function_of(p, 1), several = function_of(p, SIDE_BY_SIDE);
     for (int64_t m = 0; m < p->M; m++) write_token(p, &tokens, m);
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int64_t n = 0; n < p->weight.N; n += LANES)
-        multiply_block(p, &tokens, single, paired, n, least(LANES, p->weight.N - n));
+        multiply_block(p, &tokens, single, several, n, least(LANES, p->weight.N - n));
 }
 
 // Return the product of up to four tokens from `token` on.
