@@ -93,7 +93,6 @@ CHOICES = {
     "Adadelta": _torch("Adadelta", 1.0),
     "Adafactor of torch": _torch("Adafactor", 1e-2),
     "ASGD": _torch("ASGD", 0.5),
-    "Rprop": _torch("Rprop", 1e-4),
     # Its authors ask for these options where the rate is warmed up. In their absence a change of one unit in the last
     # place moves the losses by a hundredth.
     "Prodigy": Choice(
