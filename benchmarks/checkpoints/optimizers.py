@@ -35,6 +35,7 @@ from benchmarks.checkpoints.__main__ import merge
 from benchmarks.machine import cpu_name
 from hf_trainweights.checkpoint import compress_directory
 from hf_trainweights.checkpoint.manifest import Manifest
+from hf_trainweights.checkpoint.planning.optimizers import class_name
 from hf_trainweights.checkpoint.planning.roles import optimizer_parameter_names
 from hf_trainweights_cli.demo.corpus import read_corpus
 
@@ -92,7 +93,6 @@ CHOICES = {
     "Adadelta": _torch("Adadelta", 1.0),
     "Adafactor of torch": _torch("Adafactor", 1e-2),
     "ASGD": _torch("ASGD", 0.5),
-    "Rprop": _torch("Rprop", 1e-4),
     # Its authors ask for these options where the rate is warmed up. In their absence a change of one unit in the last
     # place moves the losses by a hundredth.
     "Prodigy": Choice(
@@ -108,7 +108,6 @@ CHOICES = {
             "schedule_free_adamw": 2e-3,
             "schedule_free_radam": 2e-3,
             "schedule_free_sgd": 1.0,
-            "stable_adamw": 1e-3,
             "grokadamw": 1e-3,
             "adamw_bnb_8bit": 1e-3,
             "paged_adamw_32bit": 1e-3,
@@ -116,8 +115,12 @@ CHOICES = {
             "lion_8bit": 2e-4,
             "rmsprop_bnb_32bit": 3e-4,
             "ademamix": 1e-3,
+            "ademamix_8bit": 1e-3,
+            "rmsprop_bnb_8bit": 3e-4,
         }.items()
     },
+    # The Trainer's value `stable_adamw` takes Triton, which needs a GPU, wherever that is installed.
+    "stable_adamw": Choice(1e-3, made_by="optimi:StableAdamW", options={"triton": False}),
 }
 
 
@@ -218,9 +221,10 @@ def measure(choice: Choice, seed: int, directory: Path, *, with_controls: bool =
     plain_bytes = sum((last / name).stat().st_size for name in _FILES if (last / name).exists())
     manifest = _compress(directory / "small", trainer)
     losses = [whole.losses[step] for step in range(SAVES[-1] + 1, STOP + 1)]
+    optimizer = manifest.metadata.get("optimizer", {"class": class_name(trainer.optimizer), "rounded": []})
     found = {
-        "class": manifest.metadata["optimizer"]["class"],
-        "roles": manifest.metadata["optimizer"]["rounded"],
+        "class": optimizer["class"],
+        "roles": optimizer["rounded"],
         "ratio": plain_bytes / sum(entry.size_bytes for name, entry in manifest.files.items() if name in _FILES),
         "loss": statistics.fmean(losses[-10:]),
         "differences": _resume(choice, seed, directory / "small", whole),

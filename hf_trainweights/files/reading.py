@@ -93,12 +93,32 @@ def read_chunks(path: Path) -> Iterator[bytes]:
             yield chunk
 
 
+# The SHA-256 of files by device, inode, size and time.
+_digests: dict[tuple[int, int, int, int], str] = {}
+
+
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a regular file, in hexadecimal; a link is an error."""
-    digest = hashlib.sha256()
+    """Read a regular file, and return its SHA-256 in hexadecimal; a link is an error."""
+    status, digest = os.lstat(path), hashlib.sha256()
     for chunk in read_chunks(path):
         digest.update(chunk)
+    _digests[_identity(status)] = digest.hexdigest()
     return digest.hexdigest()
+
+
+def sha256_once(path: Path) -> str:
+    """Return the SHA-256 of a regular file in hexadecimal; its bytes are read once per process.
+
+    CorruptFileError: it is no regular file; links are not followed.
+    """
+    status = os.lstat(path)
+    before = _digests.get(_identity(status)) if stat.S_ISREG(status.st_mode) else None
+    return before or file_sha256(path)
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
+    """Return numbers that all links of a file share, and that change with its bytes."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def is_sha256(value: object) -> TypeGuard[str]:

@@ -33,6 +33,8 @@ def describe(value: Any) -> Any:
         return {repr(key): describe(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [type(value).__name__, *map(describe, value)]
+    if type(value).__module__.startswith("deepspeed."):  # a stand-in, or DeepSpeed's own class
+        return [type(value).__name__, int(value) if isinstance(value, int) else describe(vars(value))]
     return repr(value)
 
 
@@ -54,7 +56,7 @@ def load(file: Path) -> Any:
 def load_checkpoints(run: Path) -> dict[str, Any]:
     """Return what the torch files of a run's checkpoints hold, by their path, and which checkpoint is the latest."""
     newest = hf_trainweights.latest(run)
-    files = sorted(file for pattern in ("*/*.bin", "*/*.pt") for file in run.glob(pattern))
+    files = sorted(file for pattern in ("*.bin", "*.pt") for file in run.rglob(pattern))
     return {"latest": newest and Path(newest).name, **{file.relative_to(run).as_posix(): load(file) for file in files}}
 
 

@@ -18,7 +18,6 @@ import errno
 import io
 import os
 import pickle
-import stat
 from collections.abc import Collection, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -43,11 +42,11 @@ from hf_trainweights.errors import ConfigError, CorruptFileError, MissingAnchorE
 from hf_trainweights.files.reading import (
     TORCH_SUFFIXES,
     begins_like_zip,
-    file_sha256,
     open_pickle,
     open_regular_file,
     pickle_in,
     require_regular_file,
+    sha256_once,
     zip_in,
 )
 from hf_trainweights.files.torch_zip import MemoryFile
@@ -61,8 +60,6 @@ _CHUNK_BYTES = 1 << 20
 # Registered directories of anchors, and of bases; both in the order of registration.
 _directories: dict[Path, None] = {}
 _base_directories: dict[Path, None] = {}
-# The SHA-256 of files by device, inode, size and time.
-_digests: dict[tuple[int, int, int, int], str] = {}
 
 
 @dataclass(frozen=True)
@@ -244,19 +241,6 @@ def verify_anchor(path: Path) -> str:
         next_step = "It is damaged or renamed: restore it from another checkpoint of the same run, they share it."
         raise CorruptFileError(str(path), "an anchor named by its SHA-256", sha256, next_step)
     return sha256
-
-
-def sha256_once(path: Path) -> str:
-    """Return the SHA-256 of a regular file in hexadecimal; its bytes are read once per process.
-
-    CorruptFileError: it is no regular file; links are not followed.
-    """
-    status = os.stat(path, follow_symlinks=False)
-    # All links of a file have one inode, so its bytes are read once and not once per checkpoint.
-    identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-    if identity not in _digests or not stat.S_ISREG(status.st_mode):
-        _digests[identity] = file_sha256(path)
-    return _digests[identity]
 
 
 def anchor_paths(sha256: str, recorded_path: Path) -> Iterator[Path]:

@@ -41,6 +41,7 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any]) -> None:
     CorruptFileError lists names, shapes or inner tensors that differ. The module may be partly changed then.
     """
     own = module.state_dict(keep_vars=True)
+    state = _named_as(own, state)
     nested = {name for name, value in state.items() if isinstance(value, dict) and isinstance(own.get(name), Tensor)}
     plain = OrderedDict((name, value) for name, value in state.items() if name not in nested)
     plain._metadata = getattr(state, "_metadata", {})  # pyright: ignore[reportAttributeAccessIssue] (torch's own)
@@ -54,6 +55,19 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any]) -> None:
     with torch.no_grad():
         for name in nested:
             _copy_inner(own[name], state[name], name)
+
+
+def uncompiled_name(name: str) -> str:
+    """Return the name of a weight without those of the wrappers that torch.compile puts around modules."""
+    return name.replace("_orig_mod.", "")
+
+
+def _named_as(own: Mapping[str, Any], state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Give weights the names in the module if it is compiled and the saved one was not, or the other way round."""
+    if own.keys() == state.keys():
+        return state
+    names = {uncompiled_name(name): name for name in own}
+    return {names.get(uncompiled_name(name), name): value for name, value in state.items()}
 
 
 def quantized_weights(module: nn.Module) -> dict[str, dict[str, Any]]:

@@ -161,7 +161,7 @@ class Policy:
         return plan
 
     def plan_tree(self, tree: Any, names: Mapping[Key, str] | None = None, optimizer: str | None = None) -> Plan:
-        """Plan a tree by its layout: an optimizer's state dict, a module's, or a dict of such; the rest is exact.
+        """Plan a tree by its layout: state dicts of optimizers and modules, at any depth; the rest is exact.
 
         Args:
             tree: The content of the file.
@@ -179,9 +179,12 @@ class Policy:
         seen: set[int] = set()  # a dict may contain itself
         while open_nodes:
             prefix, node = open_nodes.pop()
-            if not isinstance(node, dict) or id(node) in seen:
+            if not isinstance(node, dict | list | tuple) or id(node) in seen:
                 continue
             seen.add(id(node))
+            if not isinstance(node, dict):
+                open_nodes += [((*prefix, index), value) for index, value in enumerate(node)]
+                continue
             if node.keys() >= {"state", "param_groups"}:
                 at_top = {} if prefix else {"names": names or None, "optimizer": optimizer}
                 planned = self.plan_optimizer(node, **at_top)

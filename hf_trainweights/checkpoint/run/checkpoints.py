@@ -17,21 +17,18 @@ import re
 import stat
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hf_trainweights.checkpoint.encoded.reader import (
-    find_base,
-)
+from hf_trainweights.checkpoint.encoded.reader import find_base
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
+from hf_trainweights.checkpoint.encoded.workers import in_order, worker_count
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest
 from hf_trainweights.errors import CorruptFileError, MissingAnchorError
 from hf_trainweights.files.atomic import SHOWN_PREFIXES, replace_file, save_errors
 from hf_trainweights.files.disk import TEMPORARY_PREFIX
-from hf_trainweights.files.reading import (
-    file_sha256,
-    read_json_object,
-)
+from hf_trainweights.files.reading import file_sha256, read_json_object
 from hf_trainweights.files.safetensors_file import read_safetensors_header
 from hf_trainweights.files.weight_files import ENTRY_POINTS, safetensors_files
 
@@ -170,11 +167,12 @@ def verify_checkpoint(path: str | Path) -> CheckpointReport:
         manifest = read_manifest(directory)
     except (CorruptFileError, OSError) as error:
         return CheckpointReport(directory, None, {MANIFEST_NAME: str(error)}, ())
-    problems = {}
-    for name, entry in manifest.files.items():
-        problem = _file_problem(directory / name, entry, present.get(name))
-        if problem:
-            problems[name] = problem
+    tasks = [
+        (entry.size_bytes, partial(_file_problem, directory / name, entry, present.get(name)))
+        for name, entry in manifest.files.items()
+    ]
+    sentences = in_order(tasks, worker_count(sum(size_bytes for size_bytes, _ in tasks)), lambda _: 0)
+    problems = {name: problem for name, problem in zip(manifest.files, sentences, strict=True) if problem}
     foreign = sorted(set(present) - set(manifest.files) - {MANIFEST_NAME})
     if manifest.base is not None:
         try:

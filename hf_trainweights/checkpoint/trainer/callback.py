@@ -45,7 +45,8 @@ from hf_trainweights.models.host.ranks import Sharding, sharding_of
 
 _logger = logging.get_logger(__name__)
 
-# FSDP and its companions wrap modules in these attributes, which the names in a checkpoint do not contain.
+# FSDP and its companions wrap modules in these attributes, which the names in a checkpoint do not contain. They contain
+# `_orig_mod` if a user has compiled the model before the Trainer gets it.
 _WRAPPERS = re.compile(r"(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 
 
@@ -249,7 +250,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         self._base.find(model)
         module = extract_model_from_parallel(model)
         tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-        self.policy.require_used(_plain_names(tensors))
+        self.policy.require_used(_names_in_files(tensors))
         # Under FSDP the files that the Trainer resumes from have the modules' names.
         names = converted_names(module) if sharding is Sharding.NONE else set()
         if args.should_save:
@@ -331,7 +332,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             self._base.choice,
             ranks=self._ranks,
             keep_weights=bool(args.push_to_hub),
-            buffers=_plain_names(module.named_buffers(remove_duplicate=False)),
+            buffers=_names_in_files(module.named_buffers(remove_duplicate=False)),
             optimizer_names=names,
             optimizer_class=class_name(optimizer),
             renamed=renamed,
@@ -380,6 +381,6 @@ def _newest_metrics(state: Any) -> dict[str, float]:
     return {name: float(value) for name, value in logged if isinstance(value, int | float)}
 
 
-def _plain_names(tensors: Iterable[tuple[str, Any]]) -> list[str]:
-    """Return the names of weights or buffers as checkpoints have them, without the names of wrappers."""
-    return [_WRAPPERS.sub("", name) for name, _ in tensors]
+def _names_in_files(tensors: Iterable[tuple[str, Any]]) -> list[str]:
+    """Return the names that weights or buffers may have in a checkpoint: those without wrappers, and their own."""
+    return [name for own_name, _ in tensors for name in (_WRAPPERS.sub("", own_name), own_name)]

@@ -8,12 +8,13 @@ from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.encoded import reader
 from hf_trainweights.checkpoint.encoded.decoder import Anchor
 from hf_trainweights.checkpoint.encoded.storage_tasks import TensorPlan
+from hf_trainweights.files import reading
 
 
 @pytest.fixture(autouse=True)
 def _fresh_process(monkeypatch):
     monkeypatch.setattr(reader, "_directories", {})
-    monkeypatch.setattr(reader, "_digests", {})
+    monkeypatch.setattr(reading, "_digests", {})
 
 
 @pytest.fixture

@@ -7,13 +7,15 @@ import pytest
 import torch
 from trees import write_anchor, write_encoded
 
+from hf_trainweights.checkpoint import compress_directory, latest
 from hf_trainweights.checkpoint.codecs import CODECS
-from hf_trainweights.checkpoint.encoded import reader
+from hf_trainweights.checkpoint.encoded import decoder, reader
 from hf_trainweights.checkpoint.encoded.decoder import Anchor
 from hf_trainweights.checkpoint.encoded.reader import find_anchor, register_anchor_directory, verify_anchor
 from hf_trainweights.checkpoint.encoded.storage_tasks import TensorPlan
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.errors import CorruptFileError, MissingAnchorError, TrainWeightsError
+from hf_trainweights.files import reading
 
 
 def test_anchor_decodes_one_tensor_at_a_time(tmp_path):
@@ -32,7 +34,7 @@ def test_anchor_decodes_one_tensor_at_a_time(tmp_path):
 
 
 def as_anchor(path):
-    return path.rename(path.with_name(f"{reader.file_sha256(path)}{ANCHOR_SUFFIX}"))
+    return path.rename(path.with_name(f"{reading.file_sha256(path)}{ANCHOR_SUFFIX}"))
 
 
 def chain(directory, length):
@@ -211,8 +213,8 @@ def test_link_directory_and_pipe_are_not_opened(tmp_path):
 
 
 def test_bytes_are_read_once_for_all_links(tmp_path, monkeypatch):
-    read = []
-    monkeypatch.setattr(reader, "file_sha256", lambda path: read.append(path) or SHA256)
+    read, read_chunks = [], reading.read_chunks
+    monkeypatch.setattr(reading, "read_chunks", lambda path: read.append(path) or read_chunks(path))
     first = anchor_in(tmp_path / "a")
     (tmp_path / "b").mkdir()
     os.link(first, tmp_path / "b" / NAME)
@@ -220,6 +222,21 @@ def test_bytes_are_read_once_for_all_links(tmp_path, monkeypatch):
         verify_anchor(first)
         verify_anchor(tmp_path / "b" / NAME)
     assert read == [first]
+
+
+def test_a_resume_reads_an_anchor_once_for_its_digest(tmp_path, monkeypatch):
+    for step in (1, 2):
+        path = tmp_path / f"checkpoint-{step}"
+        path.mkdir()
+        torch.save({"w": torch.arange(8192.0).view(64, 128) + step}, path / "pytorch_model.bin")
+        compress_directory(path)
+    (anchor,) = path.glob("*.anchor")
+    reading._digests.clear()
+    monkeypatch.setattr(decoder, "_last_anchor", None)
+    read, read_chunks = [], reading.read_chunks
+    monkeypatch.setattr(reading, "read_chunks", lambda path: read.append(path) or read_chunks(path))
+    torch.load(f"{latest(tmp_path)}/pytorch_model.bin")
+    assert read.count(anchor) == 1
 
 
 def test_changed_file_is_read_again(tmp_path):

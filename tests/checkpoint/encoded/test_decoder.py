@@ -10,10 +10,10 @@ from fresh_process import run_fresh
 from helpers import default_dtype, flip_a_bit
 from trees import fingerprint, write_encoded, written_bytes
 
-from hf_trainweights.checkpoint.encoded import reader
 from hf_trainweights.checkpoint.encoded.reader import register_anchor_directory
 from hf_trainweights.checkpoint.planning.policy import MODES, Policy
 from hf_trainweights.errors import CorruptFileError, MissingAnchorError
+from hf_trainweights.files import reading
 
 
 @pytest.mark.slow
@@ -151,6 +151,6 @@ def test_damaged_anchor_is_an_error_even_if_its_digest_was_checked_before(delta)
     with pytest.raises(CorruptFileError, match="expected"):
         torch.load(path, weights_only=True)
     # Not even a file system whose clock stands still hides it.
-    reader._digests.update(dict.fromkeys(reader._digests, anchor.stem))
+    reading._digests.update(dict.fromkeys(reading._digests, anchor.stem))
     with pytest.raises(CorruptFileError, match="expected"):
         torch.load(path, weights_only=True)

@@ -319,3 +319,34 @@ def test_a_model_of_another_dtype_gets_moments_of_its_own(tmp_path):
     half, restored, *_ = everything(dtype=torch.bfloat16)
     restore_checkpoint(load_checkpoint(tmp_path / "a"), half, restored)
     assert restored.state[half.conv.weight]["exp_avg"].dtype == torch.bfloat16
+
+
+def compiled_whole(model):
+    return torch.compile(model)
+
+
+def compiled_in_part(model):
+    model.conv = torch.compile(model.conv)
+    return model
+
+
+@pytest.mark.parametrize("reads", [Net, lambda: compiled_whole(Net()), lambda: compiled_in_part(Net())])
+@pytest.mark.parametrize("writes", [Net, lambda: compiled_whole(Net()), lambda: compiled_in_part(Net())])
+def test_a_model_may_be_compiled_or_not_when_it_resumes(tmp_path, writes, reads):
+    def made(make, value):
+        model = make().to(torch.bfloat16)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for parameter in filter(lambda each: each.requires_grad, model.parameters()):
+            parameter.data.fill_(value)
+            # moments of more precision than their weights, which torch's own loading would round
+            optimizer.state[parameter] = {
+                "step": torch.tensor(value),
+                "exp_avg": torch.full_like(parameter, value).float(),
+            }
+        return model, optimizer
+
+    (source, old), (target, new) = made(writes, 1 / 3), made(reads, 0.0)
+    save_checkpoint(build_checkpoint(source, old), tmp_path)
+    restore_checkpoint(load_checkpoint(tmp_path), target, new)
+    assert all(map(torch.equal, target.state_dict().values(), source.state_dict().values()))
+    assert fingerprint(new.state_dict()["state"]) == fingerprint(old.state_dict()["state"])

@@ -223,6 +223,18 @@ def test_unknown_layout_of_an_optimizer_is_exact(state):
     assert Policy("compact").plan_optimizer(state) == {}
 
 
+def test_optimizers_in_a_list_are_planned_as_lightning_stores_them():
+    state = trained("AdamW")[1].state_dict()
+    looped = [state, ({"a": 1},)]
+    looped.append(looped)
+    plan = Policy("compact").plan_tree({"epoch": 1, "optimizer_states": looped})
+    alone = Policy("compact").plan_optimizer(state)
+    assert plan.keys() == {("optimizer_states", 0, *path) for path in alone}
+    assert plan["optimizer_states", 0, "state", 0, "exp_avg"].exp_avg_sq == (
+        "optimizer_states", 0, "state", 0, "exp_avg_sq",
+    )  # fmt: skip
+
+
 def test_a_dict_that_contains_itself_is_planned_once():
     state = trained("AdamW")[1].state_dict()
     tree = {"optimizer": state}

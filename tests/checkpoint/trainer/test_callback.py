@@ -318,11 +318,12 @@ def test_the_final_model_stays_plain(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "final" / "config.json").read_text())["model_type"] == "llama"
 
 
-def test_buffers_of_wrapped_modules_are_exact(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, torch.compile])
+def test_buffers_of_wrapped_modules_are_exact(tmp_path: Path, wrap: Any) -> None:
     inner = nn.Linear(64, 64)
     codebook = torch.zeros(128, 64)
     inner.register_buffer("codebook", codebook)
-    model = nn.Sequential(checkpoint_wrapper(inner))
+    model = nn.Sequential(wrap(inner))
     callback = TrainWeightsCheckpointCallback(mode="near-lossless")
     args = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
     for step in (1, 2):
@@ -332,7 +333,8 @@ def test_buffers_of_wrapped_modules_are_exact(tmp_path: Path) -> None:
         save_file(weights, path / "model.safetensors")
         state = TrainerState(global_step=step, max_steps=step)
         callback.on_save(args, state, TrainerControl(), model=model, optimizer=None)
-    assert torch.equal(load_file(path / "pytorch_model.bin")["0.codebook"], weights["0.codebook"])
+    name = "0._orig_mod.codebook" if wrap is torch.compile else "0.codebook"
+    assert torch.equal(load_file(path / "pytorch_model.bin")[name], weights[name])
 
 
 def test_a_trial_of_a_search_leaves_the_checkpoints_of_another_run_alone(

@@ -9,7 +9,7 @@ import contextlib
 import math
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +21,7 @@ from trees import ADAM_SETTINGS
 from hf_trainweights.checkpoint.encoded import objects
 
 Shapes = dict[str, tuple[int, ...]]
+Values = dict[str, dict[str, Tensor]]
 
 # Two groups, as most trainings have: decayed matrices, and vectors. Sizes leave padding, and cuts within rows.
 GROUPS: tuple[Shapes, ...] = (
@@ -58,7 +59,7 @@ def made(class_name: str, state: Any) -> Any:
     return objects.build_object(next(name for _, name in objects.stand_ins() if name.endswith(f".{class_name}")), state)
 
 
-def parameters(groups: tuple[Shapes, ...], step: int) -> dict[str, dict[str, Tensor]]:
+def parameters(groups: tuple[Shapes, ...], step: int) -> Values:
     """Return weight and moments of each parameter after so many steps, all in float32."""
     values = {}
     for number, (name, shape) in enumerate(item for group in groups for item in group.items()):
@@ -79,6 +80,7 @@ def write_zero(
     step: int = 2,
     dtype: torch.dtype = torch.bfloat16,
     groups: tuple[Shapes, ...] = GROUPS,
+    values_of: Callable[[tuple[Shapes, ...], int], Values] = parameters,
     frozen: dict[str, Tensor] | None = None,
     tied: dict[str, str] | None = None,
     prefix: str = "bf16_",
@@ -86,7 +88,7 @@ def write_zero(
 ) -> Path:
     """Write a checkpoint of ZeRO into the directory of a tag, and return that."""
     tag.mkdir(parents=True, exist_ok=True)
-    values, frozen, tied = parameters(groups, step), frozen or {}, tied or {}
+    values, frozen, tied = values_of(groups, step), frozen or {}, tied or {}
     with pretended_deepspeed():
         for rank in range(ranks):
             states = _states_of_third(values, groups, rank, ranks) if stage == 3 else {}

@@ -106,16 +106,26 @@ def fill(placed: Placed, values: np.ndarray) -> None:
     matrix[slice(None) if rows is None else rows] = values
 
 
+# Linux takes pages of this size for large memory, but only for whole ones, each at a multiple of its size.
+_HUGE_PAGE_BYTES = 2 << 20
+# The last huge page of a tensor may hold so much that is not in use, as a share of the tensor.
+_MOST_UNUSED = 1 / 8
+
+
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return an uninitialised contiguous CPU tensor to decode into.
 
     numpy allocates it, because numpy asks Linux for huge pages. With small pages, the first touch of a large tensor can
-    take as long as decoding it.
+    take as long as decoding it. A large tensor begins with a huge page, so that its first and its last megabyte lie in
+    huge pages too.
     """
-    buffer = np.empty(math.prod(shape) * dtype.itemsize, np.uint8)
+    size_bytes = math.prod(shape) * dtype.itemsize
+    is_large = size_bytes >= 2 * _HUGE_PAGE_BYTES and -size_bytes % _HUGE_PAGE_BYTES <= size_bytes * _MOST_UNUSED
+    buffer = np.empty(size_bytes + is_large * _HUGE_PAGE_BYTES, np.uint8)
     if not len(buffer):
         return torch.empty(shape, dtype=dtype)
-    return torch.from_numpy(buffer).view(dtype).view(shape)
+    start = -buffer.__array_interface__["data"][0] % _HUGE_PAGE_BYTES if is_large else 0
+    return torch.from_numpy(buffer[start : start + size_bytes]).view(dtype).view(shape)
 
 
 _scratch = threading.local()

@@ -16,6 +16,7 @@ from hf_trainweights.checkpoint.codecs.coding.blocks import (
     ByteBuffer,
     bytes_to_int16,
     chunk_ranges,
+    empty,
     int16_to_bytes,
     matrix_shape,
     rounded_to,
@@ -176,3 +177,17 @@ def test_scratch_grows_to_the_largest_shape_of_its_use():
     assert scratch("grown", [5, 7]).shape == (5, 7)
     assert scratch("grown", [5, 7]).dtype == np.float32
     assert np.shares_memory(scratch("grown", [140], np.uint8), scratch("grown", [5, 7]))
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_aligned"),
+    [((1024, 1024), True), ((2816, 1024), True), ((1 << 22, 3), True), ((1025, 1024), False), ((1000, 1000), False)],
+)
+def test_large_tensors_begin_with_a_huge_page_unless_the_last_one_would_be_nearly_empty(monkeypatch, shape, is_aligned):
+    allocated, allocate = [], np.empty
+    monkeypatch.setattr(np, "empty", lambda *args: allocated.append(allocate(*args)) or allocated[-1])
+    tensor = empty(shape, torch.float32)
+    assert tensor.shape == shape
+    assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    assert allocated[0].nbytes == tensor.nbytes + (2 << 20) * is_aligned
+    assert not is_aligned or tensor.data_ptr() % (2 << 20) == 0
