@@ -302,5 +302,8 @@ def is_transposed(owner: nn.Module, parameter: Tensor) -> bool:
     declared = getattr(owner, "is_transposed", None)
     if declared is not None:
         return bool(declared)
-    first, hidden = getattr(owner, "gate_up_proj", None), getattr(owner, "hidden_size", None)
-    return isinstance(first, Tensor) and first.dim() == 3 and first.shape[1] == hidden != first.shape[2]
+    hidden, first, last = (getattr(owner, name, None) for name in ("hidden_size", "gate_up_proj", "down_proj"))
+    if not isinstance(first, Tensor) or first.dim() != 3 or first.shape[1] != hidden:
+        return False
+    # `[E, hidden, hidden]` fits both layouts; then `down_proj` is `[E, width, hidden]` or `[E, hidden, width]`.
+    return first.shape[2] != hidden or (isinstance(last, Tensor) and last.shape[-1] == hidden)

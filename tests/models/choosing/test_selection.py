@@ -193,8 +193,14 @@ def test_experts_are_found_in_both_layouts(name: str) -> None:
         assert choice.bytes_after == weight.numel() // 2 + weight.numel() // 32 * 4
 
 
-def test_square_experts_are_found_whatever_their_layout() -> None:
-    assert choices(nn.ModuleDict({"m": Experts(hidden=64, inner=32)}))["m.gate_up_proj"].format == Int4(32)
+@pytest.mark.parametrize("inner", [32, 64], ids=["square gate_up_proj", "square down_proj"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_layout_of_experts_is_seen_though_one_weight_is_square(transposed: bool, inner: int) -> None:
+    module = nn.ModuleDict({"m": Experts(transposed=transposed, hidden=64, inner=inner)})
+    found = {name: choice for name, choice in choices(module).items() if choice.format}
+    assert {name: choice.transposed for name, choice in found.items()} == dict.fromkeys(
+        ("m.gate_up_proj", "m.down_proj"), transposed
+    )
 
 
 def test_conv1d_is_stored_the_other_way_round() -> None:
