@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -18,6 +19,8 @@ from hf_trainweights.exports.gguf.rows import Origin, origins_of
 from hf_trainweights.imports.gguf.blocks import ALTERNATIVES, FLOATS
 from hf_trainweights.imports.gguf.file import GgufFile, GgufTensor
 from hf_trainweights.imports.layouts.base import AGAIN
+
+_logger = logging.getLogger(__name__)
 
 # Tensors from which settings are read, and other scales of NVFP4: no parameters of a model.
 _NO_PARAMETERS = re.compile(
@@ -90,8 +93,13 @@ def places_of(
         f"tensors that {(config.architectures or ['the model'])[0]} has places for",
         "Give base_model, if the model is of another class.",
     )
-    # A bias that the file lacks is zero: a class may have more biases than the models that were trained with it. So is
-    # a pooler, which llama.cpp never stores.
+    zeros = [name for name in slots if architecture.unused and name.startswith(architecture.unused)]
+    if zeros:
+        _logger.warning(
+            "%s: llama.cpp stores no %s. These weights are zero here, and so is what the model computes with them.",
+            *(file.path, " and ".join(zeros)),
+        )
+    # A bias that the file lacks is zero: a class may have more biases than the models that were trained with it.
     places: dict[str, list[Place]] = {name: [] for name in slots}
     for name, origin in origins.items():
         if name in file.tensors:

@@ -133,6 +133,16 @@ def test_exported_models_come_back(name: str, source: Path, out: Path) -> None:
         assert torch.equal(back.eval()(tokens)[0], model.eval()(tokens)[0])
 
 
+def test_a_pooler_that_is_zero_is_named(source: Path, out: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = quantized("bert", torch.float16, **MIXED, include_embeddings=True)
+    export_gguf(model, source / "model.gguf", byte_level())
+    byte_level().save_pretrained(source)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(source)
+    import_directory(source, out)
+    assert "llama.cpp stores no pooler.dense.weight and pooler.dense.bias. These weights are zero" in caplog.text
+
+
 @pytest.mark.parametrize(("name", "tokenizer"), [("bert", "bert"), ("distilbert", "bert"), ("roberta", "gpt2")])
 def test_the_class_of_an_encoder_is_in_the_file(name: str, tokenizer: str, source: Path, out: Path) -> None:
     model = quantized(name, torch.float16, **MIXED, include_embeddings=True)
