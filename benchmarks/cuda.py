@@ -1,10 +1,11 @@
 """Speed on a GPU, measured side by side: single products, and a Llama of 4.5B weights that decodes and reads prompts.
 
 Run `python -m benchmarks.cuda` on a machine with an NVIDIA GPU; it writes
-`benchmarks/results/cuda-<gpu>-<date>.json`, anew after each phase. torchao and bitsandbytes are measured where they
-are installed. `--only PART...` measures parts again; the others keep what was measured on the same day with the same
-versions. `--seconds` ends it, and then what is missing is among the failures. `--warm METHOD` measures nothing, but
-leaves compiled programs to a later process. The tiles of kernels are tuned by `benchmarks.gpu.tune`.
+`benchmarks/results/cuda-<gpu>-<date>.json`, anew after each phase. torchao, bitsandbytes and gptqmodel (Marlin) are
+measured where they are installed. `--only PART...` measures parts again; the others keep what was measured on the same
+day with the same versions. `--seconds` ends it, and then what is missing is among the failures. `--warm METHOD`
+measures nothing, but leaves compiled programs to a later process. The tiles of kernels are tuned by
+`benchmarks.gpu.tune`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from transformers import (
     TorchAoConfig,
 )
 
+from benchmarks.gpu.gptq_directory import save_as_gptq
 from benchmarks.machine import versions
 from benchmarks.speed.methods import FLOATS, OURS, PEERS, Method, guarded
 from benchmarks.speed.rounds import Run, interleave
@@ -105,9 +107,12 @@ def compared() -> list[Method]:
         *found,
         *(Method(name, partial(TrainWeightsConfig, **options)) for name, options in _ON_GPUS.items()),
         Method("torchao int4 g128", _torchao_int4, bits=4),
+        Method(MARLIN, dict, bits=4),
     ]
 
 
+# Its weights are read from a file: gptqmodel would take hours to quantize them.
+MARLIN = "gptqmodel int4 g128 (Marlin)"
 # Methods that are compared on GPUs alone.
 _ON_GPUS: dict[str, dict[str, Any]] = {
     "int4 g128, lm_head int8": {"format": "int4", "group_size": 128, "overrides": {"lm_head": "int8"}},
@@ -276,9 +281,13 @@ def _load(sizes: Sizes, method: Method, device: str) -> PreTrainedModel:
         quantize_(model, method.config())
         return model
     with tempfile.TemporaryDirectory() as directory:
-        model.save_pretrained(directory)
+        options: dict[str, Any] = {"dtype": method.dtype, "device_map": device}
+        if method.name == MARLIN:
+            save_as_gptq(model, Path(directory))
+        else:
+            model.save_pretrained(directory)
+            options["quantization_config"] = method.config()
         del model
-        options = {"dtype": method.dtype, "device_map": device, "quantization_config": method.config()}
         return AutoModelForCausalLM.from_pretrained(directory, **options).eval()
 
 
