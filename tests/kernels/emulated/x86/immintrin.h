@@ -81,6 +81,8 @@ DEFINE(_mm512_srli_epi32, __m512i, Unsigned, 16, a_(Unsigned) >> by, __m512i a, 
 DEFINE(_mm512_slli_epi16, __m512i, UnsignedShort, 32, (uint16_t)(a_(UnsignedShort) << by), __m512i a, int by)
 DEFINE(_mm512_srli_epi16, __m512i, UnsignedShort, 32, a_(UnsignedShort) >> by, __m512i a, int by)
 DEFINE(_mm512_permutexvar_ps, __m512, __m512, 16, values[a_(Int) & 15], __m512i a, __m512 values)
+DEFINE(_mm512_permutevar_ps, __m512, __m512, 16, values[i / 4 * 4 + (a_(Int) & 3)], __m512 values, __m512i a)
+DEFINE(_mm512_broadcast_f32x4, __m512, __m512, 16, four[i % 4], __m128 four)
 DEFINE(_mm512_permutex2var_epi16, __m512i, Short, 32, ((((Short)order)[i] & 32) ? (Short)b : (Short)a)[((Short)order)[i] & 31],
        __m512i a, __m512i order, __m512i b)
 DEFINE(_mm512_shuffle_i32x4, __m512i, Int, 16, (i < 8 ? (Int)a : (Int)b)[(lanes >> (i / 4 * 2) & 3) * 4 + i % 4], __m512i a,
