@@ -64,18 +64,19 @@ class ProgramStore:
         return self.number.device
 
     def load(self, first: int, dtype: torch.dtype, stop: int) -> Tensor:
-        """Return the last `stop - first` tokens as floats."""
+        """Return the last `stop - first` tokens as floats: the op counts back from `order` and needs their number."""
         return LOAD_TOKENS(self.order, self.number, self.is_value, list(self.shape), stop - first, dtype)
 
     def attend(
         self, query: Tensor, values: ProgramStore, tokens: slice, mask: Tensor | None, is_causal: bool, scale: float
     ) -> Tensor:
-        """Return the attention to as many of these keys, and of values of the same layer."""
+        """Return the attention of the query to the last `tokens.stop - tokens.start` keys and values of the layer."""
         count = tokens.stop - tokens.start
         return ATTEND(query, self.order, self.number, values.shape[2], count, mask, is_causal, scale)
 
 
 def _store_tokens(keys: Tensor, values: Tensor, number: Tensor, dropped: int, at: int) -> Tensor:
+    """Drop the layer's first `dropped` tokens, store new ones behind the `at` that are left, and return the order."""
     _find_layer(number).store_at(dropped, at, keys, values)
     return number.new_full((), at + keys.shape[2])
 
@@ -113,6 +114,7 @@ _OPS = {
 }
 SCHEMAS = ", ".join(_OPS)
 _LIBRARY = torch.library.Library("hf_trainweights", "FRAGMENT")
+# On the CPU alone: for a cache on another device Dynamo interrupts the program, and the layer stores without these ops.
 for _schema, _function in _OPS.items():
     _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(_schema.partition("(")[0], _function, "CPU")

@@ -87,7 +87,10 @@ class FloatStore:
 
 
 class IntegerStore:
-    """Tokens of 8 or 4 bits; the columns of keys are equalized by the tokens that the store begins with."""
+    """Tokens of 8 or 4 bits. Keys are equalized: each column, less its mean, is divided by its magnitude.
+
+    The tokens that the store begins with give both.
+    """
 
     def __init__(self, stored: StoredTokens):
         self.length = 0
@@ -97,7 +100,7 @@ class IntegerStore:
     def of(cls, x: Tensor, bits: int, is_key: bool, counted: Tensor) -> IntegerStore:
         """Store tokens x `[batch, heads, n, columns]`.
 
-        `counted`, bool `[batch, n]`, says which tokens give the mean and magnitude by which columns are equalized.
+        `counted`, bool `[batch, n]`, says which tokens give the means and magnitudes: `distinct_tokens`.
         """
         batch, heads, _, columns = x.shape
         stored = StoredTokens.empty(TokenFormat(bits, is_key, columns), batch, heads, device=x.device)
@@ -200,7 +203,7 @@ def _channels(keys: Tensor, counted: Tensor) -> Tensor:
     rms = ((keys - mean).square() * weight).sum(2, keepdim=True).div(count).sqrt()
     smallest = (rms.median(-1, keepdim=True).values * _SMALLEST_CHANNEL).clamp(min=_SMALLEST_MAGNITUDE)
     channels = torch.cat([mean, torch.maximum(rms, smallest)], 2)
-    # Keys that are not finite are stored as they are: no other token may be lost with them.
+    # One key that is not finite would spoil the mean, and so all tokens. Then keys are stored as they are.
     unchanged = channels.new_tensor([[0.0], [1.0]]).expand_as(channels)
     return torch.where(channels.isfinite().all(), channels, unchanged).contiguous()
 
