@@ -176,7 +176,10 @@ def _encode_tile(
     levels: np.ndarray,
     row_sizes: np.ndarray,
 ) -> tuple[int, float]:
-    """Encode a tile for `LevelWriter.write`, given its dither. `moment` is exp_avg_sq, and errors are absolute."""
+    """Encode a tile, given its dither. `moment` is exp_avg_sq, and errors are absolute.
+
+    `LevelWriter.write` describes `levels`, `row_sizes` and the result.
+    """
     x, inverse = to_float32(elements, "x"), float(np.float32(1 / step))
     if library := compiled.library():
         largest_error, dtype = ctypes.c_float(), compiled.DTYPES[elements.dtype]

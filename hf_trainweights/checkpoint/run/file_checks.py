@@ -102,7 +102,7 @@ def _structure(path: Path) -> Mapping[str, Any] | None:
     except CorruptFileError:
         if path.suffix in (*TORCH_SUFFIXES, ANCHOR_SUFFIX):
             raise
-        return None  # such as several encoded files in one, as torch.distributed.checkpoint writes them
+        return None  # for example several encoded files in one file, as torch.distributed.checkpoint writes them
 
 
 def file_problem(path: Path) -> str | None:
@@ -141,7 +141,7 @@ def _check_members(path: Path, file: IO[bytes]) -> None:
     with zip_in(file, path) as archive:
         tasks = [(member.file_size, partial(check_member, archive, member)) for member in archive.infolist()]
         workers = worker_count(sum(size_bytes for size_bytes, _ in tasks))
-        for _ in in_order(tasks, workers, lambda _: 0):
+        for _ in in_order(tasks, workers, lambda _: 0):  # a check returns nothing that takes memory
             pass
 
 

@@ -112,7 +112,7 @@ class Partitions:
         }
 
     def optimizer(self) -> dict[str, Any]:
-        """Return the optimizer's state dict as if each piece were a parameter, for plans and for the drift."""
+        """Return the optimizer's state dict as if each piece were a parameter, for plans and to estimate drift."""
         if not self._indices:
             return {"state": {}, "param_groups": []}
         numbers = {index: number for number, index in enumerate(self._indices)}
@@ -134,10 +134,10 @@ class Partitions:
         return {"state": states, "param_groups": groups}
 
     def joined(self, weights: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, KeyPath], dict[str, KeyPath]]:
-        """Return the tree's optimizer states with joined pieces, and where these are.
+        """Return (states, weight_paths, state_paths); in `states` a `Joined` of its pieces stands for each flat tensor.
 
-        `weights` replace the float32 weights. The second value has the key path of each piece of weights by name, the
-        third the path of the flat tensor of a piece's states, to which the state's key and the name are appended.
+        `weights` replace the float32 weights. `weight_paths[name]` is the key path of a piece of weights. The path of a
+        piece's state, for example exp_avg, is `(*state_paths[name], "exp_avg", name)`.
         """
         flats, weight_paths, state_paths = [], {}, {}
         states: dict[Any, Any] = dict(self._optimizer["state"])
@@ -175,6 +175,7 @@ class Partitions:
         lengths = [len(value) for value in state.values() if isinstance(value, Tensor) and value.dim() == 1]
         paddings = self._states.get("group_paddings")
         padding = paddings[number] if isinstance(paddings, list) and number < len(paddings) else 0
+        # States keep the padding, and all flat ones have one length. A shorter one has another meaning.
         return max([len(flat), *lengths[:1]]) if lengths else len(flat) + (padding if type(padding) is int else 0)
 
     def _cut(self, flat: Tensor, number: int) -> dict[str, Tensor]:
@@ -186,13 +187,15 @@ class Partitions:
                 break
             pieces[piece.name] = piece.view(unshared(flat[position:stop]))
             position = stop
-        if position < len(flat):  # the padding was cut elsewhere
+        # DeepSpeed may leave out some padding, so that a tensor ends inside a piece of it. The rest is a piece, too.
+        if position < len(flat):
             rest = Piece(f"rest of group {number}", position, len(flat))
             pieces[rest.name] = unshared(flat[position:])
         return pieces
 
     def _of_groups(self, shapes: Shapes, rank: int) -> Iterator[list[Piece]]:
         """Yield the pieces of each group: its parameters lie one after the other, and ranks cut the whole."""
+        # If DeepSpeed aligns parameters, it lists for each group how many elements of padding follow each parameter.
         paddings = self._states.get("param_alignment_paddings")
         for number, size in enumerate(self._sizes):
             group = dict(shapes[number]) if number < len(shapes) else {}
