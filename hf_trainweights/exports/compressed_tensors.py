@@ -40,10 +40,11 @@ _SCHEMES = {
     "float8_e4m3": (8, "float", "float-quantized"),
 }
 
-# The module of one expert in a checkpoint. Among several groups Transformers applies the one with "experts" to experts.
+# The module of one expert in a checkpoint. If there are several groups of settings, Transformers reads experts by the
+# one in whose targets "experts" stands.
 _EXPERT_MODULE = r".*\.experts\.\d+\..*"
 
-# The names by which Transformers takes a tensor to be part of a quantized weight, at the first match in its name.
+# Transformers takes tensors of matching names to be parts of quantized weights. It splits a name at the first match.
 _SERIALIZED = re.compile(r"weight(_scale|_zero_point|_global_scale|_packed|_shape)?(?!\w)")
 
 _BYTES_PER_WORD = 4
@@ -116,6 +117,7 @@ def _is_found(model: PreTrainedModel, name: str, saved_name: str, tensor_names: 
     routers. Such a weight is written in float, so that every reader finds it.
     """
     renamed = renamed_by_load(model, tensor_names)
+    # Split anywhere else, the name would be that of another weight.
     first = _SERIALIZED.search(name)
     if first is None or name[first.start() :] != "weight":
         return False
@@ -125,7 +127,8 @@ def _is_found(model: PreTrainedModel, name: str, saved_name: str, tensor_names: 
 def _unmerged(model: PreTrainedModel, own: Mapping[str, Tensor], plain: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the float tensors of a checkpoint. Those that a load would merge have the model's own names.
 
-    Transformers drops float tensors that it would merge in a quantized model, and reads merged ones.
+    When Transformers loads a quantized model, it does not merge float tensors, but drops them. So they are written
+    merged already. UnsupportedError: a merged tensor is not in `own`, or is one that a load would merge once more.
     """
     merged = merged_by_load(model, plain)
     names = set(merged.values())
@@ -261,9 +264,12 @@ def _group(form: Format, targets: list[str]) -> dict[str, Any]:
     }
 
 
-def _is_float_matrix(module: nn.Module, is_written_float: bool) -> bool:
-    """Return whether a module has a matrix that is written in float, such as a Linear that was not quantized."""
+def _is_float_matrix(module: nn.Module, lacks_codes: bool) -> bool:
+    """Return whether a module has a matrix that is written in float, such as a Linear that was not quantized.
+
+    `lacks_codes` says that no codes are written for the module; it need not have a weight.
+    """
     weight = getattr(module, "weight", None)
     matrix = isinstance(weight, Tensor) and weight.dim() == 2
-    is_float = is_written_float or not isinstance(weight, QuantizedTensor)
+    is_float = lacks_codes or not isinstance(weight, QuantizedTensor)
     return matrix and is_float and not isinstance(module, nn.Embedding)

@@ -43,7 +43,7 @@ def tracer_errors(model: nn.Module, tracer: str, next_step: str) -> Iterator[Non
         raise
     # Tracers have dozens of error classes, most of them private.
     except Exception as error:
-        if isinstance(error, OSError) and error.errno is not None:  # an OSError without number: missing source code
+        if isinstance(error, OSError) and error.errno is not None:  # without errno: missing source code
             raise
         where = _failing_module(model, error)
         reason = f"{type(error).__name__}: {str(error).strip()[:_SHOWN_CHARACTERS]}"

@@ -37,7 +37,7 @@ def _codes(stored: Mapping[str, Tensor], bits: int, block_size: int) -> Tensor:
 
 
 def _joined(codes: Tensor, size: int, bits: int) -> Tensor:
-    """Join codes of some bits into bytes: of each run, the first `size` codes are in the lowest bits of its bytes."""
+    """Join runs of `8 // bits * size` codes into `size` bytes, whose lowest bits are the first `size` codes."""
     fields = codes.unflatten(-1, (-1, 8 // bits, size))
     octets = fields[..., 0, :].clone()
     for index in range(1, 8 // bits):
@@ -51,7 +51,7 @@ def _halves(stored: Mapping[str, Tensor], name: str, blocks: int) -> Tensor:
 
 
 def _old(bits: int, has_bias: bool) -> Encode:
-    """Return the function for ggml's older kinds: blocks of 32 of a scale, perhaps a bias and fifth bits, low bits."""
+    """Return the function for ggml's older kinds. A block has a scale, perhaps a bias, perhaps fifth bits, low bits."""
 
     def encode(stored: Mapping[str, Tensor]) -> Tensor:
         codes = _codes(stored, bits, 32)

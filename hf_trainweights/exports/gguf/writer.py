@@ -81,7 +81,7 @@ def _write(writer: gguf.GGUFWriter, tensors: Mapping[str, FileTensor], target: P
         for tensor in tensors.values():
             file.write(bytes(-end % writer.data_alignment))
             file.write(tensor.make().cpu().flatten().numpy().data)
-            end = tensor.nbytes
+            end = tensor.nbytes  # counted from its aligned start, which gives the same padding
         file.write(bytes(-end % writer.data_alignment))
 
 
