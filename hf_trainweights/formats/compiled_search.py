@@ -1,4 +1,7 @@
-"""The searches of uint and codebook4 in C, and the codes of uint: equal to PyTorch's ops to the last bit."""
+"""The searches for group scales of uint and codebook4 in C, and the codes of uint.
+
+Each result is equal to that of PyTorch's ops to the last bit.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def _functions() -> ctypes.CDLL:
 
 
 def lay_side_by_side(values: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Return groups as `[group_size, n]` and their ends, as `uint_search.side_by_side` describes them."""
+    """Return groups as `[group_size, n]`, and the least and largest value of each; see `uint_search.side_by_side`."""
     values = values.contiguous()
     n = values.numel() // group_size
     groups, ends = values.new_empty(group_size, n), values.new_empty(2, n)
@@ -58,7 +61,9 @@ def search_uint(
 ) -> tuple[Tensor, Tensor]:
     """Return group scales and zero points `[n]` of groups `[group_size, n]`; see `uint_search.search`.
 
-    `covering` and `middle` are `[n]`. `units` is (bits of a code, `code_units`, `zero_units`).
+    All three are in units of the row's scale. `covering` `[n]` is the group scale whose codes cover a group's range,
+    `middle` `[n]` the middle of that range. `units` is that of `uint_search.Grid`: the bits of a code, and the
+    distances of neighbouring codes and of neighbouring zero points.
     """
     groups, fractions = groups.contiguous(), torch.tensor(clippings, dtype=torch.float32, device="cpu")
     scale, zero = torch.empty_like(covering), torch.empty_like(covering)
@@ -82,7 +87,8 @@ def search_codebook(
 ) -> Tensor:
     """Return the code of the smallest error, int32 `[n]`, for groups `[32, n]`; see `codebook4`.
 
-    `codes` (int32), `doubled` and `squares` are `[5, n]`: codes to try, twice their inverse scales, squared factors.
+    The search tries five factors for each group, with both signs. `codes` (int32), `doubled` and `squares` `[5, n]` are
+    the code of a factor, 2 / (scale * factor) and factor**2. `table` has twice the nearest value of the codebook.
     """
     chosen = codes.new_empty(codes.shape[1])
     contiguous = [tensor.contiguous() for tensor in (groups, codes, doubled, squares, table)]

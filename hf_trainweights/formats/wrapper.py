@@ -1,4 +1,4 @@
-"""Formats that change the columns of a weight and leave the rest to another format."""
+"""Formats that change the columns of a weight, by factors or by their order, and leave the rest to another format."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from hf_trainweights.formats.unpacked import Unpacked
 class Wrapper(Format):
     """Another format, the inner one, with one more stored tensor, `[*, 1, K]`, that all rows share.
 
+    `ColumnScaled` divides each column by its factor, `ColumnOrdered` puts columns into another order.
+
     Args:
         inner: The format of the changed columns.
     """
 
-    # The name of the one more stored tensor. In a configuration it is a key that is true.
+    # The name of the one more stored tensor. A configuration of the format has this key, too, with the value true.
     added_name: ClassVar[str]
     inner: Format
 
@@ -70,7 +72,7 @@ class Wrapper(Format):
 
     @property
     def column_step(self) -> int:
-        """The inner format's step."""
+        """The inner format's step at which columns can be cut."""
         return self.inner.column_step
 
     def groups_in(self, columns: int) -> int:
@@ -82,7 +84,7 @@ class Wrapper(Format):
         return {**self.inner.get_config(), self.added_name: True}
 
     def for_new_values(self) -> Self:
-        """Return this format with the inner format for new values."""
+        """Return this format with the inner one's `for_new_values`, to which new values are quantized."""
         return replace(self, inner=self.inner.for_new_values())
 
     def tensor_specs(self, shape: Sequence[int], scale_dtype: torch.dtype) -> Specs:
@@ -101,7 +103,7 @@ class Wrapper(Format):
         return self.inner.shape_of(qdata)
 
     def quantize_rows(self, rows: Tensor, amax: Tensor, out: Mapping[str, Tensor]) -> None:
-        """Let the inner format quantize rows whose columns are changed already."""
+        """Let the inner format quantize rows in which the caller has changed the columns."""
         self.inner.quantize_rows(rows, amax, out)
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> Unpacked | None:
