@@ -120,7 +120,7 @@ def _readers(path: Path) -> tuple[dict[str, Callable[[str], Tensor]], dict[str, 
 def text_alone(config: PretrainedConfig) -> PretrainedConfig | None:
     """Return the configuration of a model's text part, which names its class; None if Transformers has no such class.
 
-    That of a model without other parts is the configuration itself.
+    If the model has no other parts, this is its configuration itself.
     """
     text = config.get_text_config()
     cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
@@ -163,7 +163,7 @@ class Skeleton:
         return self._model
 
     def names_in_checkpoint(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the checkpoint's names of those matrices that the model calls otherwise, by the model's names."""
+        """Return the checkpoint's name of each matrix by the model's name, if the two differ."""
         parameters = dict(self._model.named_parameters())
         shapes = {name: tuple(parameters[name].shape) for name in names if name in parameters}
         shapes = {name: shape for name, shape in shapes.items() if len(shape) == 2}

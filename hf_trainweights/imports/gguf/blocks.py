@@ -105,7 +105,7 @@ def _q6_k_codes(blocks: Tensor) -> Tensor:
 
 
 def _tq2_0_codes(blocks: Tensor) -> Tensor:
-    """Return codes of 1 to 3, because 2 stands for 0 in `affine` of 2 bits, where 1 does in a file."""
+    """Return codes of 1 to 3, because 2 stands for 0 in `affine` of 2 bits, and 1 does in a file."""
     codes = _runs(blocks[..., :64], 32, 2)
     if bool((codes == 3).any()):
         raise CorruptFileError("TQ2_0", "codes of 0, 1 and 2", "3", AGAIN)
@@ -119,7 +119,8 @@ def _tq1_0_codes(blocks: Tensor) -> Tensor:
         (blocks[..., start : start + size].unsqueeze(-2) * powers[:count]).flatten(-2)
         for start, size, count in ((0, 32, 5), (32, 16, 5), (48, 4, 4))
     ]
-    # The products keep the lowest eight bits. A digit is the part of them before the point, if a byte is a fraction.
+    # A byte b stands for the fraction b / 256, whose digits in base 3 are the codes. Times 3**k modulo 256 removes the
+    # first k digits. Times 3, divided by 256, is the next one.
     return (torch.cat(digits, dim=-1).short() * 3 >> 8).to(torch.uint8) + 1
 
 
@@ -158,7 +159,7 @@ def _superblock(
 
 
 def _in_int8(codes: Callable[[Tensor], Tensor], values: Tensor) -> _Decode:
-    """Return the decoder to `int8` of blocks with a float16 scale at their start; `values` has that of each code."""
+    """Return the decoder to `int8` of blocks with a float16 scale at their start; `values[code]` is an int8."""
 
     def decode(blocks: Tensor) -> dict[str, Tensor]:
         numbers = values.to(torch.int8).index_select(0, codes(blocks).flatten().int())
@@ -176,7 +177,7 @@ def _q3_k_in_six_bits(blocks: Tensor) -> dict[str, Tensor]:
     octets = blocks[..., 96:108]
     low, high = _fields(octets[..., :8], 4), _fields(octets[..., 8:], 2)
     scales = (high.bitwise_left_shift_(4).bitwise_or_(low)).view(torch.int8).sub_(32).view(torch.uint8)
-    codes = _q3_k_codes(blocks).add_(32 - 4)
+    codes = _q3_k_codes(blocks).add_(32 - 4)  # 4 stands for 0 in Q3_K, 32 does in Q6_K
     return {"qdata": pack_codes(codes.flatten(1), 6), "scale": _halves(blocks, 108), "group_scale": scales.flatten(1)}
 
 

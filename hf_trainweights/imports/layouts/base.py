@@ -66,8 +66,9 @@ class Layout(ABC):
         return None
 
     def float_tensor(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a tensor that belongs to no quantized weight as Transformers' class has it, by its name in the source.
+        """Return a tensor that belongs to no quantized weight with the values that Transformers' class expects.
 
+        `name` is its name in the source.
         UnsupportedError: its dtype does not hold the values that the class has.
         """
         del name

@@ -41,9 +41,10 @@ _PLANAR = "gptq_p"
 _BLOCK = 32
 # GPTQ stores each zero point minus this number, by `checkpoint_format`.
 _ZERO_POINT_OFFSETS = {"gptq": 1, "gptq_v2": 0, _PLANAR: 0}
-# Codes of so many bits become codes of 8 bits, and the middle of their range the middle of that.
+# No format has codes of 7 bits. They become codes of 8 bits: 64 is added to codes and zero points, so that 64, the
+# middle of 7 bits, becomes 128, the middle of 8 bits.
 _WITHOUT_FORMAT, _MIDDLE = 7, 64
-# Settings by which the weights are used otherwise than they are stored.
+# Settings with which a model does not use the weights as they are stored.
 _OTHER_WEIGHTS = ("rotation", "adapter")
 
 
