@@ -94,7 +94,7 @@ class TrainWeightsDiffusersQuantizer(DiffusersQuantizer):
         """Return the names of the weights that the files hold; CorruptFileError: tensors of one are missing."""
         if not self.pre_quantized:
             return loaded_keys
-        # A guard is a one-byte tensor under the plain name of a weight. Here: those whose weight is in no file.
+        # A guard is a one-byte tensor under the plain name of a weight. A weight is lost if the files have it alone.
         lost = [name for name, weight in check_weight_files(checkpoint_files).items() if weight.kind == "guard"]
         _require_all([name for name in lost if not is_notice(name)])
         self._stored = {name: set(stored) for name, stored in group_stored(dict.fromkeys(loaded_keys)).items()}
@@ -137,7 +137,7 @@ class TrainWeightsDiffusersQuantizer(DiffusersQuantizer):
         return isinstance(param_value, QuantizedTensor) or (not self.pre_quantized and param_name in self._choices)
 
     def check_quantized_param_shape(self, param_name: str, current_param: Tensor, loaded_param: Tensor) -> bool:
-        """Refuse a quantized weight of another shape: diffusers asks where the shapes differ."""
+        """Refuse a quantized weight of another shape: diffusers calls this only if the shapes differ."""
         raise wrong_shape(param_name, tuple(current_param.shape), str(tuple(loaded_param.shape)))
 
     def create_quantized_param(

@@ -33,7 +33,8 @@ _INT8_ALIGNMENT, _HEADER_ALIGNMENT = 16, 8
 # Bytes that are digested and written at a time.
 _PIECE_BYTES = 1 << 18
 
-# Digits of the SHA-256 in the name of a shard. Should two shards share them by chance, a save takes more than one step.
+# Digits of the SHA-256 in the name of a shard. If by chance an old shard with other content has the same digits, a save
+# replaces that shard, too, and not the index alone.
 _DIGEST_DIGITS = 8
 _NUMBER = re.compile(r"(?:-[0-9a-f]{8})?(-\d{5}-of-\d{5}\.)")
 
@@ -98,7 +99,8 @@ def write_safetensors(
 
     The header has 8 more spaces if these let more int8 tensors begin at multiples of 16 bytes, where a product can read
     the mapped file. Equal tensors give equal files. `name_in_file` returns a tensor's name in the file, which must not
-    be longer than the old one, whose position the tensor keeps. ConfigError: the dtype is none of safetensors files.
+    be longer than the old one: the header's length is fixed before names change. The tensor keeps its position.
+    ConfigError: the dtype is none of safetensors files.
     """
     header = _header_without_elements(tensors, metadata)
     names, end = [name for name in header if name in tensors], 0

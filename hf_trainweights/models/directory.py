@@ -182,6 +182,7 @@ def _whole_or_in_matrices(
     stand_in = torch.empty(weight.shape, device="meta")
     dtype = dtype or weight.dtype
     saved = checkpoint_tensors(model, {name: stand_in})
+    # If a checkpoint has the weight alone and unchanged, `checkpoint_tensors` returns this very tensor.
     if [tensor is stand_in for tensor in saved.values()] == [True]:
         return dict.fromkeys(saved, TensorToWrite(tuple(weight.shape), dtype, lambda: weight.dequantize(dtype)))
     if weight.transposed or weight.dim() != 3:

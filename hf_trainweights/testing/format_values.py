@@ -21,7 +21,7 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "negative zeros": lambda values: values * (values > 2),
     "one sign": lambda values: values.abs(),
     "other sign": lambda values: -values.abs(),
-    "even tails": lambda values: values.sign(),
+    "even tails": lambda values: values.sign(),  # one magnitude with both signs
     "smallest normal": lambda values: values * 2.0**-126,
     "denormal": lambda values: values * 2.0**-140,
     "small of float16": lambda values: values * 2.0**-18,

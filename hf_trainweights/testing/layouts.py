@@ -1,4 +1,4 @@
-"""The contract of a layout of checkpoints. Subclass it in a module that pytest collects; write and load one."""
+"""The contract of a layout of checkpoints. Subclass it where pytest collects, and say how to write and load one."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class LayoutContract:
         assert latest(run) == str(path)
 
     def damaged_names(self, checkpoint: Path) -> list[str]:
-        """Return the names of the files that the test of damage cuts off: all large ones."""
+        """Return the names of the files that the test of damage changes: all large ones."""
         return [name for name, status in list_files(checkpoint).items() if status.st_size > 4096]
 
     def test_an_interrupted_rewriting_is_taken_up_again(self, run: Path) -> None:

@@ -83,7 +83,8 @@ def round_once(exact: Tensor, dtype: torch.dtype) -> Tensor:
     rounded = values.astype(np.float32)
     if dtype is torch.float32:
         return torch.from_numpy(rounded)
-    # Towards zero, the last bit set where anything was cut off: a second rounding then sees every tie as it is.
+    # Round towards zero, and set the last bit if the result is inexact (round to odd): then the second rounding cannot
+    # meet a false tie.
     bits = rounded.view(np.uint32)
     bits -= np.abs(rounded.astype(np.float64)) > np.abs(values)
     bits |= rounded.astype(np.float64) != values

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 # Many short texts tell more than few long ones.
 _MOST_TOKENS, _TEXTS_A_BATCH = 512, 16
-# A model writes windows of so many tokens: so many windows, or more until each input of a layer has so many tokens.
+# A model writes at least _WINDOWS windows of _WINDOW tokens. It writes more if the widest layer would see fewer than
+# _TOKENS_AN_INPUT tokens for each of its inputs.
 _WINDOW, _WINDOWS = 128, 64
 _TOKENS_AN_INPUT = 8
 _SEED = 0

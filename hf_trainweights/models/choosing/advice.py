@@ -23,8 +23,8 @@ _told: set[str] = set()
 def say_if_slow(module: nn.Module, config: TrainWeightsConfig) -> None:
     """Warn in one line of quantized weights whose products take longer than those of float weights, once in a process.
 
-    There is no warning of formats that were chosen for a budget, of embeddings, whose rows are looked up, or beside an
-    accelerator, to which weights may still move.
+    There is no warning of formats that were chosen for a budget, or of embeddings, whose rows are looked up. Beside an
+    accelerator there is none at all, because the weights may still move to it.
     """
     if config.plan is not None or torch.accelerator.is_available():
         return
