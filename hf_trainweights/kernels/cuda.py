@@ -53,7 +53,7 @@ _FLOAT32_ERROR = 1e-6
 
 
 class Case(NamedTuple):
-    """A product whose kernel is checked: its way (a key of `_MAKE`), tile, rows M of x, dtypes, device and format.
+    """A product whose kernel is checked: its name in `_MAKE`, tile, rows M of x, dtypes, device and format.
 
     `experts` is the number of experts that the rows are for, 0 for the product with one weight.
     """
@@ -70,13 +70,14 @@ class Case(NamedTuple):
 
 # Experts of the weight with which a kernel is checked that multiplies several.
 _CHECKED_EXPERTS = 3
-# Whole loads of a lane of few_rows.cu have at most so many columns.
+# A lane of few_rows.cu loads 16 bytes of a row at once, at most so many columns.
 _LANE_COLUMNS = 32
 
 _DEQUANTIZE = Rule("dequantize", {})
 
-# Some ways round x to codes. The check gives them an x of integers that this rounding leaves unchanged: the largest in
-# each row is this one.
+# Some kernels round x to codes, whose largest is 127 or, in float8, 448. The check gives them an x of integers that
+# this rounding leaves unchanged; the largest in each row is this one. 127 / 127 and 448 / 14 are powers of two, so
+# scaling is exact. Integers up to 14 have no more than the four significant bits of float8.
 _LARGEST_CODE = {"integers": 127, "float8": 14}
 
 # The results of `_check`.
@@ -84,7 +85,8 @@ _CHECKED: dict[Case, bool] = {}
 # The rules for products that ops of compiled programs have asked for.
 _CHOSEN: dict[Any, Rule] = {}
 
-# Each function takes a weight, M, the dtype of x and a tile, and returns the product; `dequantize` the float weight.
+# Each function takes a weight, M, the dtype of x and a tile. It returns a function that multiplies, except that of
+# `dequantize`, which returns a function that makes the float weight; `_make` adds the product.
 _MAKE: dict[str, Callable[[Stored, int, torch.dtype, Mapping[str, int]], Any]] = {
     "few_rows": lambda weight, M, dtype, tile: few_rows.multiply(weight.tensors, weight.form, weight.K, dtype, tile),
     "row": triton_launch.multiply_row,
@@ -184,7 +186,7 @@ def prepare(tensors: Mapping[str, Tensor], form: Format, K: int, dtype: torch.dt
 
 
 def _takes(way: str, weight: Stored, dtype: torch.dtype, M: int) -> bool:
-    """Return whether a way multiplies M rows of a dtype with a weight."""
+    """Return whether a kernel, by its name in `_MAKE`, multiplies M rows of a dtype with a weight."""
     form, K, N, qdata, scale = weight.form, weight.K, weight.N, weight.tensors["qdata"], weight.tensors["scale"]
     if N == 0 or K == 0:
         return False
@@ -295,7 +297,7 @@ def _check(case: Case) -> bool:
     try:
         # A sum and not the larger one, because a sum is NaN if one of them is.
         difference = sum(_difference(case, 80, K) for K in (2 * span, 1024 + 2 * span))
-    # Whatever goes wrong inside a compiler or the driver: another way to the product is left.
+    # Whatever goes wrong inside a compiler or the driver: another kernel or PyTorch serves.
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     else:
@@ -335,13 +337,13 @@ def _difference(case: Case, N: int, K: int) -> float:
         else:
             arguments, exact = (x, x.new_ones(N)), exact + 1
     run(*arguments)
-    # From the second call on Triton's compiled program is launched in another way.
+    # From the second call on `triton_launch` launches Triton's compiled kernel itself.
     result = run(*arguments)
     return ((result.double() - exact).norm() / exact.norm()).item()
 
 
 def _sample(case: Case, N: int, K: int, numbers: Tensor) -> dict[str, Tensor]:
-    """Return stored tensors of a weight that is as good as random."""
+    """Return stored tensors of a weight that is as good as random, and of a size that 16-bit dtypes hold."""
     values = numbers.mul(0.7).sin_()
     if not case.form.is_import_only:
         return case.form.quantize(values[: N * K].view(N, K).to(case.scale_dtype))
@@ -350,12 +352,12 @@ def _sample(case: Case, N: int, K: int, numbers: Tensor) -> dict[str, Tensor]:
         octets = tensor.view(torch.uint8) if not tensor.is_floating_point() else tensor
         any_values = values[: octets.numel()].view(octets.shape)
         if name == "scale" and getattr(case.form, "scales", "") == "e8m0":
-            any_values = any_values.mul(8).add_(118)
+            any_values = any_values.mul(8).add_(118)  # exponents: scales from 2**-17 to 2**-1
         elif tensor.dtype == torch.float8_e4m3fn:
-            any_values = any_values.abs().add(0.1)
+            any_values = any_values.abs().add(0.1)  # scales above 0
         elif not tensor.is_floating_point():
-            any_values = any_values.mul(127).add_(128)
+            any_values = any_values.mul(127).add_(128)  # any byte but 0
         elif "group_scale" in tensors:
-            any_values = any_values.mul(0.01)
+            any_values = any_values.mul(0.01)  # small, because they are multiplied by bytes of group_scale
         octets.copy_(any_values)
     return tensors

@@ -1,4 +1,4 @@
-"""Which kernel multiplies how many rows on a GPU, and with which tiles: rules, of which the first that fits serves.
+"""Which kernel multiplies how many rows on a GPU, and with which constants: of these rules the first that fits serves.
 
 `tiles/<compute capability>.json` has the rules that `benchmarks.gpu.tune` measured on GPUs of one kind. Behind them
 come those of `DEFAULT`, which hold for every GPU.
@@ -19,7 +19,8 @@ FOLDER = Path(__file__).parent / "tiles"
 """Holds the rules that were measured, a file for each compute capability."""
 
 _TRITON = {"BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages"}
-# The constants of each kernel's tile.
+# The constants that shape a kernel's tile. `few_rows.cu` explains those of `few_rows`; those in small letters are
+# Triton's. One after the other, GROUP_M tiles of x meet one tile of the weight.
 WAYS: Mapping[str, frozenset[str]] = {
     "few_rows": frozenset({"ROW_TILES", "COLUMN_TILES", "WARPS", "STAGES", "BLOCKS"}),
     "row": frozenset({"BLOCK_N", "BLOCK_K", "num_warps"}),
@@ -59,9 +60,10 @@ class Rule:
         return fits_weight and (self.rows is None or self.rows >= M)
 
 
-# The tiles for one row and for up to 64 rows were measured on an H200. They and those for more rows fit the 99 kB of
-# shared memory of the smallest GPUs. By the machine code, `few_rows` takes half the instructions of `row`, and tiles
-# for 128 rows as many as tensor cores need; beyond 512 rows to dequantize is less work. No GPU has measured these.
+# All tiles fit the 99 kB of shared memory of the smallest GPUs. Those for one row and for up to 64 rows were measured
+# on an H200. Not measured on any GPU are: the rules of `few_rows`, whose machine code has half the instructions of
+# `row`; tiles for 128 rows, which by their machine code keep the tensor cores busy; and the limit of 512 rows, beyond
+# which it is less work to dequantize.
 _TILE_64 = {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4}
 DEFAULT = (
     Rule("float8", {}),
@@ -86,7 +88,7 @@ DEFAULT = (
 
 
 def rules_for(capability: tuple[int, int], bits: int, groups: bool, M: int, N: int) -> list[Rule]:
-    """Return the rules that hold for a product, the fastest first, and before all those that round x.
+    """Return the rules that hold for a product: those that round x, then the others, the fastest first.
 
     M and N are the rows of x and of the weight. `bits` are those of a code; `groups` tells whether groups share scales.
     """

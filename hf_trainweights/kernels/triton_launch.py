@@ -13,18 +13,19 @@ from torch import Tensor
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.float8_e4m3 import LARGEST
 
+# Triton calls one instance of a kernel, which computes one tile, a program.
 # Columns are divided among programs until there are 256 programs, two for each processor of a large GPU, but a program
 # takes at least two blocks of columns.
 _PROGRAMS, _LEAST_BLOCKS = 256, 2
 
-# The block of a weight that a program dequantizes, and the elements that a program takes if it handles each by itself.
+# The block of a weight that a program dequantizes, and the elements that a program of other kernels takes.
 _DEQUANTIZED_BLOCK = {"BLOCK_N": 16, "BLOCK_K": 256, "num_warps": 4}
 _ELEMENTS = {"BLOCK": 1024, "num_warps": 4}
 
 # N, K, the stride of a row of codes, and G.
 Sizes = tuple[int, int, int, int]
 
-# A smaller largest magnitude of a row counts as this one, or the quotient of 127 or 448 and it would overflow.
+# Rows whose largest magnitude is below this one use this one: 127 or 448 divided by a smaller number could be infinite.
 _SMALLEST_TOP = 2.0**-119
 _LARGEST_INTEGER = 127
 
@@ -105,7 +106,7 @@ def _launcher(
 ) -> Callable[..., None]:
     """Return a function that launches a kernel on tensors; None stands for no bias.
 
-    From call to call only the addresses of the tensors may change. The compiled program is kept: to find it takes
+    From call to call only the addresses of the tensors may change. The compiled kernel is kept: to find it takes
     Triton 14 us of the time of an H100's CPU, the launch itself 8.
     """
     kernel = getattr(_kernels(), name)
@@ -113,7 +114,7 @@ def _launcher(
     compiled: dict[tuple[int, ...], Callable[..., None]] = {}
 
     def launch(*tensors: Tensor | None) -> None:
-        # Triton compiles another program for addresses that are no multiples of 16 bytes, and for no bias.
+        # Triton compiles another kernel for addresses that are no multiples of 16 bytes, and for no bias.
         alignments = tuple([-1 if tensor is None else tensor.data_ptr() % 16 for tensor in tensors])
         if alignments in compiled:
             compiled[alignments](*tensors, *sizes, *positional)

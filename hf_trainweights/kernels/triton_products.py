@@ -174,7 +174,7 @@ def order_rows(x, BITS: tl.constexpr):
     return x.reshape(K // 16, 4, 2, 2, x.shape[1]).permute(0, 3, 1, 2, 4).reshape(K, x.shape[1])
 
 
-# These two arguments change from call to call, and a program compiled for one of their values is no faster.
+# These two arguments change from call to call, and a kernel compiled for one of their values is no faster.
 @triton.jit(do_not_specialize=["M", "section_blocks"])
 def multiply_tiles(
     x,
