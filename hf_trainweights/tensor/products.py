@@ -39,6 +39,7 @@ def multiply(
     out = kernels.linear(x, tensors, form, bias)
     if out is not None:
         return out
+    # A compiler traces with x. The blocks of `multiply_dequantized` would become many ops of its program.
     if not plain:
         return F.linear(x, form.dequantize(tensors, shape, x.dtype), bias)
     return multiply_dequantized(x, tensors, form, shape, bias)
@@ -107,7 +108,7 @@ def _grouped_mm(func: Any, x: Tensor, weight: Any, offs: Tensor | None = None, *
     """Multiply the rows of x with their experts; an expert without rows is not touched."""
     if offs is None or others or x.dim() != 2 or weight.dim() != 3:
         return compute_dequantized(func, x, weight, offs, **others)
-    if _fits(x, weight, transposed=True) and (is_plain(x, offs) or _is_kept(x, weight)):
+    if _fits(x, weight, transposed=True) and (is_plain(x, offs) or _becomes_one_op(x, weight)):
         return kernels.multiply_experts(x, weight.tensors, weight.format, offs)
     if not (_fits_gradient(x, weight) and is_plain(offs)):
         return compute_dequantized(func, x, weight, offs)
@@ -118,8 +119,8 @@ def _grouped_mm(func: Any, x: Tensor, weight: Any, offs: Tensor | None = None, *
     return out
 
 
-def _is_kept(x: Tensor, weight: QuantizedTensor) -> bool:
-    """Return whether a compiler, which traces with x, keeps the product with experts as one op."""
+def _becomes_one_op(x: Tensor, weight: QuantizedTensor) -> bool:
+    """Return whether the product with experts becomes one op in a program: in torch.compile, if the op serves."""
     is_exported = torch.compiler.is_exporting() or torch.onnx.is_in_onnx_export()
     return not is_exported and experts.serves(weight.format, weight.tensors, x.dtype)
 
@@ -133,13 +134,15 @@ def _experts(weight: QuantizedTensor) -> Iterator[Expert]:
     return (_expert(weight, index) for index in range(weight.stored_shape[0]))
 
 
+# A product of experts that is never computed in codes. A handler that dequantizes is not counted in `FALLBACKS`.
 implements(aten.baddbmm.default)(compute_dequantized)
 
 
 def _linear_at_once(input: Any, weight: Any, bias: Any = None) -> Tensor | None:  # noqa: A002  (a caller's name for it)
     """Multiply without PyTorch's dispatcher, which takes as long as the product of one token.
 
-    Return None if the dispatcher has to see the product, as for gradients, or if the weight has no function for it.
+    As an entry of `AT_ONCE` it is tried before any replacement. Return None if the dispatcher has to see the product,
+    as for gradients, or if the weight has no function for it.
     """
     if type(weight) is not QuantizedTensor or (type(input) is not Tensor and not is_plain(input)):
         return None

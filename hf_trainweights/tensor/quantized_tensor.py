@@ -5,6 +5,10 @@ along every dimension but K stay quantized. Products read the codes or dequantiz
 handler dequantizes the weight and is counted in `FALLBACKS` (logged if TRAINWEIGHTS_LOG_FALLBACK=1 is set before the
 import). In-place ops raise: rounding an update into codes would lose it silently. A view along K and a single row are
 float values that cannot be written to (`read_only`), because the write would not reach the weight.
+
+The class here has the functions by which PyTorch and others ask a weight. `HeldTensor`, the base of its base, makes
+weights (`quantize`, `from_held`, `map`) and holds the stored tensors: `held` is the object that keeps them, and
+`tensors` is `held.tensors`. `ShardedTensor` adds to every weight the hooks that FSDP2 looks for.
 """
 
 from __future__ import annotations
@@ -122,6 +126,7 @@ class QuantizedTensor(ShardedTensor):
         inner_tensors: dict[str, Tensor], metadata: tuple[Any, ...], outer_size: object, outer_stride: object
     ) -> QuantizedTensor:
         del outer_size, outer_stride
+        # `held_qdata` is the name of the attribute for `qdata`, and so on.
         held = Held({name.removeprefix("held_"): tensor for name, tensor in inner_tensors.items()})
         return QuantizedTensor.from_held(held, *metadata)
 
@@ -158,7 +163,7 @@ class QuantizedTensor(ShardedTensor):
             result = at_once(*args) if kwargs is None else at_once(*args, **kwargs)
             if result is not None:
                 return result
-        # At lower levels a trace cannot be recognized any more, and it would save garbage for this tensor.
+        # TorchScript would save garbage for this tensor, and `__torch_dispatch__` can no longer tell that it traces.
         if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]  (documented)
             raise unsupported_by_torchscript()
         kwargs = kwargs or {}
