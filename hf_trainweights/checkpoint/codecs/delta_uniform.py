@@ -9,6 +9,8 @@ d = DITHER[(i + shift) mod 4093]. All numbers are float32, each operation is rou
 | encode | level q = round((x - a) / step + d); an x equal to a is "same" in the terms of `levels` |
 | decode | a + (q - d) * step, then rounded to the tensor's dtype; for "same" a, but 0.0 for an a of -0.0 if d < 0 |
 
+The 0.0 is the sum of -0.0 and the change, (0 - d) * 0 = 0.0.
+
 DITHER[k] = (k**-1 mod 4093 - 2046) / 4096, the inverse modulo that prime, with 0**-1 = 0: it begins -2046, -2045, 1
 (over 4096). An element that would miss the bound, is not finite or too far away is stored as it is (see `levels`).
 

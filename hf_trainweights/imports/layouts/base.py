@@ -44,7 +44,7 @@ class Layout(ABC):
     leaves: ClassVar[frozenset[str]]
     # The leaves that only a quantized weight has.
     marks: ClassVar[frozenset[str]]
-    # The shape `[N, K]` of each matrix that the model's class has, by its module.
+    # The shape `[N, K]` of each matrix that the model's class has, by its module; `layout_of` sets it.
     shapes: Mapping[str, tuple[int, int]]
 
     def __init__(self, config: Mapping[str, Any], metadata: Mapping[str, str]):

@@ -145,7 +145,7 @@ class _Recorder:
         self.measured[self.name] += (mean_square * ((gradients @ gradients.T) * (inputs @ inputs.T)).sum()).item()
 
     def _add_of_experts(self, squared_norms: Tensor, gradient: Tensor) -> None:
-        """Add errors in proportion to the rows of the output, because it is unknown which rows each expert got."""
+        """Add an error in proportion to each output row's norm: it is unknown which expert made which row."""
         gradients = _rows(gradient)
         self.measured[self.name] += ((gradients.square().sum(-1) * squared_norms).sum() / gradients.shape[-1]).item()
 
