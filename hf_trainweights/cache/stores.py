@@ -146,6 +146,7 @@ class IntegerStore:
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from `length` on."""
+        # Room behind the last token must be as `StoredTokens.empty` makes it.
         self.stored.clear(length, self.length)
         self.length = length
 
