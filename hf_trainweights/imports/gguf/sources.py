@@ -20,6 +20,8 @@ _SUFFIX = ".gguf"
 _PARTS = ("mmproj*", "*.mmproj*", "imatrix*")
 _WEIGHTS = (*FOREIGN_WEIGHTS, "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt")
 _SHOWN = 20
+# The base class of all errors of the library that huggingface_hub sends requests with, which is httpx or httpx2.
+_HTTP_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 
 
 def find_gguf(source: str | os.PathLike[str], pattern: str | None) -> Path | None:
@@ -53,11 +55,13 @@ def find_gguf(source: str | os.PathLike[str], pattern: str | None) -> Path | Non
 
 
 def _names_on_hub(repository: str) -> list[str]:
-    """Return the names of a repository's files, offline those of its snapshot in the cache."""
+    """Return the names of a repository's files; without a network those of its snapshot in the cache."""
     try:
         if not constants.HF_HUB_OFFLINE:
             return HfApi().list_repo_files(repository)
-    except OfflineModeIsEnabled:
+    except HfHubHTTPError:  # the Hub answered
+        raise
+    except (OfflineModeIsEnabled, _HTTP_ERROR):
         pass
     snapshot = Path(snapshot_download(repository, local_files_only=True))
     return [file.relative_to(snapshot).as_posix() for file in snapshot.rglob("*") if file.is_file()]
