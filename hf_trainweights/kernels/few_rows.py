@@ -21,6 +21,7 @@ from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.table4 import Table4
 from hf_trainweights.kernels import cuda_driver
+from hf_trainweights.native_library import address_of
 
 MOST_ROWS = 16
 """The most rows of x that one pass over a weight multiplies."""
@@ -180,8 +181,7 @@ class _Plan:
         for field, tensor in zip(own.fields, tensors, strict=True):
             field.data = tensor.data_ptr()
         own.x.value, own.out.value, own.rows.value = x.data_ptr(), out.data_ptr(), M
-        own.bias.value = None if bias is None else bias.data_ptr()
-        own.ends.value = None if ends is None else ends.data_ptr()
+        own.bias.value, own.ends.value = address_of(bias), address_of(ends)
         grid = M if self.is_grouped else -(-M // self.columns), self.blocks
         cuda_driver.launch(self.function, grid, self.threads, self.stream_of(self.index), own.addresses)
         return out

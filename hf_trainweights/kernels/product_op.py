@@ -94,9 +94,10 @@ def bind(product: Product, others: Sequence[Tensor], biased: bool) -> tuple[Any,
     imported = _pack(product.numbers[len(own_widths) :], imported_widths)
     # 0 describes no format of another program: `family` is 0.
     name = "imported_product" if imported else "product" if biased or others else "bare_product"
-    count, numbers = _OPS[name]
-    optional = (*([] if biased else [None]), *others, *(None,) * count)[: count - biased]
-    return _ops()[name], (*optional, own, imported)[: len(optional) + len(numbers)]
+    count, _ = _OPS[name]
+    no_bias = () if biased or not count else (None,)
+    missing = (None,) * (count - 1 - len(others))
+    return _ops()[name], (*no_bias, *others, *missing, own, *((imported,) if imported else ()))
 
 
 def _pack(values: Sequence[int], widths: Sequence[int]) -> int:
@@ -204,9 +205,9 @@ def _ops() -> dict[str, Any]:
 
 def _schema(name: str) -> str:
     count, numbers = _OPS[name]
-    optional = [f"Tensor? {name}" for name in ("bias", *(f"other_{index}" for index in range(count - 1)))[:count]]
-    arguments = ["Tensor x", "Tensor qdata", "Tensor scale", *optional, *(f"int {number}" for number in numbers)]
-    return f"{name}({', '.join(arguments)}) -> Tensor"
+    optional = ["bias", *(f"other_{index}" for index in range(count - 1))] if count else []
+    tensors = "Tensor x, Tensor qdata, Tensor scale" + "".join(f", Tensor? {tensor}" for tensor in optional)
+    return f"{name}({tensors}, int {', int '.join(numbers)}) -> Tensor"
 
 
 def _empty(x: Tensor, qdata: Tensor, scale: Tensor, *_: object) -> Tensor:
