@@ -93,22 +93,16 @@ def places_of(
         f"tensors that {(config.architectures or ['the model'])[0]} has places for",
         "Give base_model, if the model is of another class.",
     )
-    zeros = [name for name in slots if architecture.unused and name.startswith(architecture.unused)]
-    if zeros:
-        _logger.warning(
-            "%s: llama.cpp stores no %s. These weights are zero here, and so is what the model computes with them.",
-            *(file.path, " and ".join(zeros)),
+    if zeros := [name for name in slots if name.startswith(architecture.unused)]:
+        message = (
+            "%s: llama.cpp stores no %s. These weights are zero here, and so is what the model computes with them."
         )
+        _logger.warning(message, file.path, " and ".join(zeros))
     # A bias that the file lacks is zero: a class may have more biases than the models that were trained with it.
     places: dict[str, list[Place]] = {name: [] for name in slots}
     for name, origin in origins.items():
         if name in file.tensors:
-            slot = slots[origin.source]
-            place = _place(file, name, origin, slot)
-            scale_name = f"{name.removesuffix('.weight')}.scale"
-            if scale_name in file.tensors and scale_name not in origins:
-                place = place._replace(factors=_factors(file, scale_name, slot, len(place.rows)))
-            places[origin.source].append(place)
+            places[origin.source].append(_place(file, name, origins, slots[origin.source]))
     return places
 
 
@@ -134,8 +128,8 @@ def _refuse(file: GgufFile, names: Iterable[str], expected: str, next_step: str)
         raise UnsupportedError(str(file.path), expected, ", ".join(patterns[:_SHOWN]), next_step)
 
 
-def _place(file: GgufFile, name: str, origin: Origin, slot: Slot) -> Place:
-    tensor, where = file.tensors[name], f"{file.path}: {name}"
+def _place(file: GgufFile, name: str, origins: Mapping[str, Origin], slot: Slot) -> Place:
+    tensor, origin, where = file.tensors[name], origins[name], f"{file.path}: {name}"
     shape = tuple(origin.take(torch.empty(slot.shape, device="meta")).shape)
     if tensor.shape != shape:
         raise CorruptFileError(where, f"shape {shape}, as the settings have it", f"{tensor.shape}", AGAIN)
@@ -146,7 +140,11 @@ def _place(file: GgufFile, name: str, origin: Origin, slot: Slot) -> Place:
     numbers = torch.arange(torch.Size(slot.shape).numel() // slot.columns)
     rows = origin.take(numbers.view(*slot.shape[:-1], slot.shape[-1] // slot.columns))
     rows = rows.reshape(math.prod(shape[:-1]), -1)
-    return Place(name, tensor, rows, origin, torch.ones(len(rows), dtype=torch.float32))
+    scale_name = f"{name.removesuffix('.weight')}.scale"
+    # A scale that the model has a parameter for, such as Gemma 4's, multiplies no weight.
+    is_scaled = scale_name in file.tensors and scale_name not in origins
+    factors = _factors(file, scale_name, slot, len(rows)) if is_scaled else torch.ones(len(rows), dtype=torch.float32)
+    return Place(name, tensor, rows, origin, factors)
 
 
 def _factors(file: GgufFile, scale_name: str, slot: Slot, count: int) -> Tensor:

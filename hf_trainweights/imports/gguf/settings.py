@@ -158,8 +158,9 @@ class _Settings:
         elif self._file.metadata.get("mamba.ssm.dt_b_c_rms") is True:
             names = []  # Falcon Mamba, whose norms add another number in llama.cpp than in Transformers
         if not names or not READABLE[names[0]].described:
-            known = ", ".join(dict.fromkeys(entry.name for entry in READABLE.values() if entry.described))
-            raise UnsupportedError(str(self._file.path), f"an architecture of {known}", repr(self._name), GIVE_BASE)
+            names_in_files = ", ".join(dict.fromkeys(entry.name for entry in READABLE.values() if entry.described))
+            expected = f"an architecture of {names_in_files}"
+            raise UnsupportedError(str(self._file.path), expected, repr(self._name), GIVE_BASE)
         return getattr(transformers, names[0]), READABLE[names[0]]
 
     def _layers(self) -> int:
