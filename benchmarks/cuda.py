@@ -107,11 +107,11 @@ def compared() -> list[Method]:
         *found,
         *(Method(name, partial(TrainWeightsConfig, **options)) for name, options in _ON_GPUS.items()),
         Method("torchao int4 g128", _torchao_int4, bits=4),
-        Method(MARLIN, dict, bits=4),
+        Method(MARLIN, lambda: None, bits=4),
     ]
 
 
-# Its weights are read from a file: gptqmodel would take hours to quantize them.
+# Its weights and their configuration are read from files: gptqmodel would take hours to quantize them.
 MARLIN = "gptqmodel int4 g128 (Marlin)"
 # Methods that are compared on GPUs alone.
 _ON_GPUS: dict[str, dict[str, Any]] = {
@@ -281,13 +281,10 @@ def _load(sizes: Sizes, method: Method, device: str) -> PreTrainedModel:
         quantize_(model, method.config())
         return model
     with tempfile.TemporaryDirectory() as directory:
-        options: dict[str, Any] = {"dtype": method.dtype, "device_map": device}
-        if method.name == MARLIN:
-            save_as_gptq(model, Path(directory))
-        else:
-            model.save_pretrained(directory)
-            options["quantization_config"] = method.config()
+        save = save_as_gptq if method.name == MARLIN else PreTrainedModel.save_pretrained
+        save(model, Path(directory))
         del model
+        options = {"dtype": method.dtype, "device_map": device, "quantization_config": method.config()}
         return AutoModelForCausalLM.from_pretrained(directory, **options).eval()
 
 

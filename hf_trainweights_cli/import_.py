@@ -28,7 +28,8 @@ def import_model(
     """Write a model that another program quantized in this package's layout, codes and scales as they are.
 
     Reads GGUF files, compressed-tensors, GPTQ, AWQ, AutoRound, bitsandbytes, MLX, HQQ, ModelOpt, Quanto, torchao, and
-    Transformers' MXFP4 and float8. What cannot be held exactly is refused by name, and nothing is written.
+    Transformers' MXFP4 and float8. A weight that cannot be held exactly is refused by name, and
+    nothing is written.
     """
     from hf_trainweights import import_directory
 
