@@ -51,7 +51,7 @@ class Library(NamedTuple):  # hatchling loads this file in a way in which `datac
 _OF_ALL = ("interface.c", "attention.c", "dequantize.c", "float8.c", "imported.c", "words/uint*.c")
 _PANELS = ("tiles/imported.c", "tiles/numbers.c", "tiles/panel.c", "tiles/products.c", "tiles/ways.c")
 _OF_ANY_CPU = (
-    Library(_PRODUCTS / "op.so", ("op.c",), []),
+    Library(_PRODUCTS / "op.so", ("ops/*.c",), []),
     Library(_FORMATS / "search.so", ("*.c",), [_THREADS, *_ROUNDED]),
     Library(_CODECS / "levels.so", ("*.c",), _ROUNDED),
     Library(_PLANES / "planes.so", ("*.c",), _ROUNDED),

@@ -30,6 +30,7 @@ _TYPES = {
     "i": ctypes.c_int,
     "u": ctypes.c_uint32,
     "f": ctypes.c_float,
+    "s": ctypes.c_char_p,
 }
 
 
@@ -42,7 +43,8 @@ def load_library(path: Path, functions: Mapping[str, str], abi: int) -> ctypes.C
         path: The library.
         functions: Each function's name to its types, a letter each, the result first: `-` for no result, `a` for a
             contiguous array or None, `p` for an address, `l` for 64 bits, `i` for an int, `u` for 32 bits without
-            sign, `f` for a float. So `"-al"` declares `void function(void *array, int64_t number)`.
+            sign, `f` for a float, `s` for bytes that end with 0. So `"-al"` declares
+            `void function(void *array, int64_t number)`.
         abi: The number that the library's `abi()` must return. Raise both with each change of a function's arguments.
     """
     if platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX"):

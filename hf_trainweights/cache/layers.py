@@ -1,7 +1,7 @@
 """The cache of one attention layer, of all tokens or of a sliding window, with the methods that Transformers calls.
 
 In a program of torch.compile an op stores the tokens; else Python does. `cache/programs.py` says how ops find a layer
-by its number, and why the ops that read tokens take `order`, the result of the op that stored them.
+by its record, and why the ops that read tokens take `order`, the result of the op that stored them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_trainweights.cache.programs import STORE_TOKENS, number_layer
+from hf_trainweights.cache.programs import STORE_CODES, STORE_TOKENS, new_record, ops_in_c, parts_of
 from hf_trainweights.cache.states import CachedStates, attend_to_stores, states_in_program
 from hf_trainweights.cache.stores import FloatStore, IntegerStore, Store, distinct_tokens
 from hf_trainweights.errors import ConfigError
@@ -61,14 +61,20 @@ class KVLayer(CacheLayerMixin):
     @stores.setter
     def stores(self, stores: tuple[Store, ...]) -> None:
         self._stores = stores
-        # The number by which ops in programs find this layer. It is None while tokens are floats that will be integers,
+        # The record by which ops in programs find this layer. It is None while tokens are floats that will be integers,
         # and on other devices than a CPU: then Dynamo interrupts the program to call `_update_now`.
         on_cpu = [store.device.type == "cpu" for store in stores]
-        self._number = number_layer(self) if on_cpu and all(on_cpu) and not self._waits else None
+        self._record = new_record(self) if on_cpu and all(on_cpu) and not self._waits else None
+        # What a program is compiled for. It may not ask the stores, whose tensors grow.
+        self._shapes = [store.shape for store in stores]
+        self._has_codes = all(isinstance(store, IntegerStore) for store in stores) and ops_in_c()
+        if self._record is not None:
+            for store, part in zip(stores, parts_of(self._record), strict=True):
+                store.describe_in(part)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        # A copy is another layer, to which the setter gives a number of its own.
+        # A copy is another layer, to which the setter gives a record of its own.
         self.stores = self._stores
 
     @property
@@ -121,26 +127,28 @@ class KVLayer(CacheLayerMixin):
         return self._update_now(key_states, value_states)
 
     def _is_in_programs(self) -> bool:
-        return self._number is not None and not torch.is_grad_enabled()
+        return self._record is not None and not torch.is_grad_enabled()
 
     def _update_in_program(self, *states: Tensor) -> tuple[Tensor, Tensor]:
         """Put the op that stores tokens into the program that Dynamo traces; it calls `store_at` when that runs."""
         dropped = self._tokens_to_drop()
         before = self.length - dropped
-        order = STORE_TOKENS(*states, self._number, dropped, before)
+        shapes = [(x.shape[0], x.shape[1], x.shape[3]) for x in states]
+        # Tokens of other sizes are refused by Python, which knows the error to raise.
+        store_op = STORE_CODES if self._has_codes and shapes == self._shapes else STORE_TOKENS
+        order = store_op(*states, self._record, dropped, before)
         self.dropped += dropped
         for store in self._stores:
             store.length = before + states[0].shape[2]
-        shapes = [(x.shape[0], x.shape[1], x.shape[3]) for x in states]
         return self._states_in_program(order, shapes, self._first_of(before))
 
     def _states_in_program(
         self, order: Tensor, shapes: list[tuple[int, int, int]], first: int
     ) -> tuple[Tensor, Tensor]:
-        number, dtype = self._number, str(self.dtype).removeprefix("torch.")
-        assert number is not None
+        record, dtype = self._record, str(self.dtype).removeprefix("torch.")
+        assert record is not None
         keys, values = (
-            states_in_program(order, number, index == 1, shape, self.length - first, dtype)
+            states_in_program(order, record, self._has_codes, index == 1, shape, self.length - first, dtype)
             for index, shape in enumerate(shapes)
         )
         return keys, values
@@ -223,9 +231,9 @@ class KVLayer(CacheLayerMixin):
 
     def _states(self, first: int) -> tuple[Tensor, Tensor]:
         if torch.compiler.is_dynamo_compiling() and self._is_in_programs():
-            assert self._number is not None
+            assert self._record is not None
             # No op of this program stored the tokens: their number is `order`, and there is no op to wait for.
-            order = self._number.new_full((), self.length)
+            order = self._record.new_full((), self.length)
             return self._states_in_program(order, [store.shape for store in self._stores], first)
         keys, values = (
             CachedStates(store, first, self.dtype) if isinstance(store, IntegerStore) else store.load(first, self.dtype)
@@ -296,6 +304,7 @@ class KVLayer(CacheLayerMixin):
         """Make the sequences at these positions of the batch the new batch; a position may occur twice."""
         for store in self.stores:
             store.select(index)
+        self._shapes = [store.shape for store in self.stores]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Do as `select`: Transformers' name for it in a search with beams."""

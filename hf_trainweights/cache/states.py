@@ -166,7 +166,7 @@ def _attend_to_codes(
 ) -> Tensor | None:
     """Attend by the op of programs, or by the compiled library; return None if this call needs floats."""
     if isinstance(keys, ProgramStore):
-        if not isinstance(values, ProgramStore) or values.number is not keys.number:
+        if not isinstance(values, ProgramStore) or values.record is not keys.record:
             return None
         return keys.attend(query, values, tokens, mask, is_causal, scaling)
     assert isinstance(values, IntegerStore)
@@ -212,7 +212,7 @@ class _ProgramStates(CachedStates):
     """Stored keys or values while torch.compile traces a program (`cache/programs.py`).
 
     Dynamo accepts a tensor of a subclass only if `__tensor_flatten__` splits it into plain tensors. These are `order`
-    and `number`, the inputs of the ops that read the tokens.
+    and `record`, the inputs of the ops that read the tokens.
     """
 
     _store: Any  # a ProgramStore
@@ -223,29 +223,35 @@ class _ProgramStates(CachedStates):
         return self._store.order
 
     @property
-    def number(self) -> Tensor:
-        """The number by which ops find the layer."""
-        return self._store.number
+    def record(self) -> Tensor:
+        """The record by which ops find the layer."""
+        return self._store.record
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Name the attributes that are tensors, and describe the rest but for the sizes."""
-        return ["order", "number"], (self._store.is_value, self.dtype, self._repeats, self._is_expanded)
+        return ["order", "record"], (
+            self._store.in_c,
+            self._store.is_value,
+            self.dtype,
+            self._repeats,
+            self._is_expanded,
+        )
 
     @staticmethod
     def __tensor_unflatten__(tensors: dict[str, Tensor], rest: Any, size: Any, stride: Any) -> _ProgramStates:
         """Make the tensor again."""
         del stride
-        is_value, dtype, repeats, is_expanded = rest
+        in_c, is_value, dtype, repeats, is_expanded = rest
         heads = size[1] if is_expanded else size[1] // repeats
-        store = ProgramStore(tensors["order"], tensors["number"], is_value, (size[0], heads, size[-1]))
+        store = ProgramStore(tensors["order"], tensors["record"], in_c, is_value, (size[0], heads, size[-1]))
         return _ProgramStates(store, 0, dtype, repeats, is_expanded, size[-2])
 
 
 @torch.compiler.allow_in_graph
 def states_in_program(
-    order: Tensor, number: Tensor, is_value: bool, shape: tuple[int, int, int], count: int, dtype: str
+    order: Tensor, record: Tensor, in_c: bool, is_value: bool, shape: tuple[int, int, int], count: int, dtype: str
 ) -> CachedStates:
     """Return the last tokens of a layer, as a tensor; Dynamo puts the call of this function itself into the program."""
     let_compilers_cache_programs(states_in_program, SCHEMAS)
-    store = ProgramStore(order, number, is_value, shape)
+    store = ProgramStore(order, record, in_c, is_value, shape)
     return _ProgramStates(store, 0, getattr(torch, dtype), stop=count)

@@ -64,6 +64,9 @@ class FloatStore:
         """Make the sequences at these positions of the batch the new batch; a position may occur twice."""
         self._rows = self._rows[:, :, : self.length].index_select(0, index.to(self._rows.device))
 
+    def describe_in(self, record: Tensor) -> None:
+        """Write nothing: ops in C read no floats."""
+
     def truncate(self, length: int) -> None:
         """Forget the tokens from `length` on."""
         self.length = length
@@ -94,7 +97,24 @@ class IntegerStore:
 
     def __init__(self, stored: StoredTokens):
         self.length = 0
+        self._record: Tensor | None = None
         self.stored = stored
+
+    @property
+    def stored(self) -> StoredTokens:
+        """The codes."""
+        return self._stored
+
+    @stored.setter
+    def stored(self, stored: StoredTokens) -> None:
+        self._stored = stored
+        if self._record is not None:
+            self._record.copy_(torch.tensor(stored.describe()))
+
+    def describe_in(self, record: Tensor) -> None:
+        """Write into a tensor where the codes are, now and whenever they move; `cache/programs.py` says what for."""
+        self._record = record
+        self.stored = self._stored
 
     @classmethod
     def of(cls, x: Tensor, bits: int, is_key: bool, counted: Tensor) -> IntegerStore:

@@ -1,9 +1,8 @@
 """The ops by which programs of torch.compile multiply on a CPU: PyTorch's dispatcher calls C, and no Python runs.
 
-A program is the graph of ops that torch.compile makes of a model's code. `native/op.c` has three such ops:
+A program is the graph of ops that torch.compile makes of a model's code. `native/ops/products.c` has three such ops:
 `bare_product` takes codes and scales, `product` takes a bias and two more stored tensors, and `imported_product` serves
-formats of other programs. PyTorch exports the functions that they need from version 2.8 on. If they are not compiled,
-the op `hf_trainweights::linear` serves, which runs in Python.
+formats of other programs. If they are not compiled, the op `hf_trainweights::linear` serves, which runs in Python.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import ctypes
 import functools
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,27 +18,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from hf_trainweights.formats.base import Format
-from hf_trainweights.kernels import compiled
+from hf_trainweights.kernels import compiled, native_ops
 from hf_trainweights.kernels.arguments import MultiplyFew
 from hf_trainweights.kernels.compiled import Product
 from hf_trainweights.kernels.cpu_features import ALL
-from hf_trainweights.kernels.thresholds import THRESHOLDS
-from hf_trainweights.native_library import load_library
-
-# As OP_ABI in native/op.c.
-_ABI = 3
-_PATH = Path(__file__).parent / "native" / "op.so"
-_SHIM = (
-    *("get_dtype", "get_dim", "get_sizes", "get_numel", "is_contiguous", "get_data_ptr", "delete_tensor_object"),
-    *("empty_strided", "library_init_impl", "library_impl"),
-)
-# The first fields of `Torch` in native/op.c: names that libtorch and the libraries below it export.
-_EXPORTED = (
-    *(f"aoti_torch_{name}" for name in _SHIM),
-    "_ZN2at15get_num_threadsEv",  # at::get_num_threads
-    "_ZN3c106detail14torchCheckFailEPKcS2_jS2_",  # c10::detail::torchCheckFail
-    "_ZdlPv",  # operator delete
-)
 
 # The bits that each field of `Weight` but N takes in an argument, the first field in the lowest bits. Formats of other
 # programs have a second argument for the last fields.
@@ -144,49 +125,9 @@ def describe() -> str:
 
 
 def _register(library: ctypes.CDLL) -> bool:
-    """Let the ops call a library of products, and return whether they do; they are registered once in a process."""
-    op_library, addresses = _library(), _exported()
-    if op_library is None or addresses is None:
-        return False
-    if _SERVING.get("library") is not library:
-        own = [_address(library.product), _address(library.product_bytes)]
-        names = (f"aoti_torch_dtype_{str(dtype).removeprefix('torch.')}" for dtype in compiled.DTYPES)
-        numbers = (*(getattr(_torch_library(), name)() for name in names), THRESHOLDS["THREADED"])
-        fields = [*addresses, *own, *numbers]
-        _ops()
-        if op_library.register_op((ctypes.c_void_p * len(fields))(*fields)):
-            return False
-        _SERVING["library"] = library
-    return True
-
-
-# The library of products that the ops call. It is another one only where a test takes the place of another CPU.
-_SERVING: dict[str, ctypes.CDLL] = {}
-
-
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    return load_library(_PATH, {"register_op": "ip"}, _ABI)
-
-
-@functools.cache
-def _exported() -> tuple[int, ...] | None:
-    """Return the addresses of `_EXPORTED`; None if a name is missing."""
-    try:
-        torch_library = _torch_library()
-        return tuple(_address(getattr(torch_library, name)) for name in _EXPORTED)
-    except (OSError, AttributeError):
-        return None
-
-
-def _address(function: Any) -> int:
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
-
-
-@functools.cache
-def _torch_library() -> ctypes.CDLL:
-    folder = Path(torch.__file__).parent / "lib"
-    return ctypes.CDLL(str(next(folder.glob("libtorch_cpu.*"))))
+    """Let the ops call a library of products, and return whether they do."""
+    _ops()
+    return native_ops.serve(library, tuple(_OPS))
 
 
 @functools.cache

@@ -21,12 +21,14 @@ from hf_trainweights.kernels.compiled import DTYPES
 from hf_trainweights.native_library import address_of
 
 BLOCK_TOKENS = 16
+# The fields of `Stored` in native/ops/cache.c.
+DESCRIPTION = ("codes", "scale", "channels", "batch", "heads", "capacity", "columns", "bits")
 _GROUP_COLUMNS = 32
 # As in native/product.h: a smaller largest magnitude counts as this one.
 _SMALLEST_TOP = 2.0**-103
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**126
 # From so many numbers on a second thread saves time.
-_THREADED = 1 << 16
+THREADED_NUMBERS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,11 @@ class StoredTokens:
         """The blocks that a head has room for."""
         return self.codes.shape[2]
 
+    def describe(self) -> tuple[int, ...]:
+        """Return the numbers of `DESCRIPTION`: three addresses, 0 for no channels, and sizes."""
+        addresses = self.codes.data_ptr(), self.scale.data_ptr(), address_of(self.channels) or 0
+        return (*addresses, *self.codes.shape[:2], self.capacity, self.form.columns, self.form.bits)
+
     def store(self, x: Tensor, at: int) -> None:
         """Write tokens x `[batch, heads, n, columns]` as tokens `at` to `at + n`."""
         x, library = x.detach().contiguous(), compiled.loaded_library()
@@ -108,7 +115,7 @@ class StoredTokens:
         library.store_tokens(
             *(x.data_ptr(), DTYPES[x.dtype], self.heads, x.shape[2], form.columns, form.bits, form.is_key),
             *(address_of(self.channels), self.codes.data_ptr(), self.scale.data_ptr(), self.capacity, at),
-            torch.get_num_threads() if x.numel() >= _THREADED else 1,
+            torch.get_num_threads() if x.numel() >= THREADED_NUMBERS else 1,
         )
 
     def clear(self, first: int, stop: int) -> None:
@@ -134,7 +141,7 @@ class StoredTokens:
         library.load_tokens(
             *(self.codes.data_ptr(), self.scale.data_ptr(), self.heads, first, count, form.columns, form.bits),
             *(form.is_key, address_of(self.channels), self.capacity, out.data_ptr(), DTYPES[dtype]),
-            torch.get_num_threads() if out.numel() >= _THREADED else 1,
+            torch.get_num_threads() if out.numel() >= THREADED_NUMBERS else 1,
         )
         return out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 from typing import Any
 
 import pytest
@@ -128,7 +129,7 @@ def test_eager_attention_gets_floats_within_the_program(kind: str) -> None:
 def test_a_program_may_write_to_tokens_that_it_loaded() -> None:
     layer = filled(llama(), "bf16").layers[0]
     order = torch.tensor(70)
-    programs.LOAD_TOKENS(order, layer._number, False, [2, 2, 16], 70, torch.bfloat16).fill_(9)
+    programs.LOAD_TOKENS(order, layer._record, False, [2, 2, 16], 70, torch.bfloat16).fill_(9)
     assert not (layer.keys == 9).any()
 
 
@@ -182,16 +183,100 @@ def test_a_cache_of_other_sizes_is_refused() -> None:
 
 
 @torch.no_grad()
-def test_the_number_of_a_freed_layer_is_refused() -> None:
+def test_the_record_of_a_freed_layer_is_refused() -> None:
     cache = filled(llama())
-    number = cache.layers[0]._number
+    record = cache.layers[0]._record
     del cache
     gc.collect()
     x = torch.ones(2, 2, 1, 16)
     with pytest.raises(UnsupportedError, match="expected a cache that the program was called with, found one that"):
-        programs.STORE_TOKENS(x, x, number, 0, 70)
+        programs.STORE_TOKENS(x, x, record, 0, 70)
+    if programs.ops_in_c():
+        assert record[1:].count_nonzero() == 0
+        with pytest.raises(RuntimeError, match="could not store tokens in a KVCache or attend to them"):
+            programs.STORE_CODES(x, x, record, 0, 70)
 
 
-def test_the_number_of_a_layer_is_on_the_cpu_whatever_the_default_device_is() -> None:
+needs_c = pytest.mark.skipif(not programs.ops_in_c(), reason="the ops are not compiled, or PyTorch lacks a function")
+
+
+def by_both(kind: Any, count: int, dtype: torch.dtype, mask: Tensor | None = None) -> tuple[list[Tensor], ...]:
+    """Store tokens and attend to all but three, with the ops in C and with those in Python; return all results."""
+    model = llama().to(dtype)
+    layer = filled(model, kind).layers[0]
+    keys, values = torch.randn(2, 2, 2, count, 16).to(dtype)
+    query, results = torch.randn(2, 4, count, 16).to(dtype), []
+    for store, attend in ((programs.STORE_CODES, programs.ATTEND_TO_CODES), (programs.STORE_TOKENS, programs.ATTEND)):
+        own = copy.deepcopy(layer)
+        order = store(keys, values, own._record, 0, 70)
+        out = attend(query, order, own._record, 16, 67 + count, mask, False, 0.25)
+        results.append([order, out, *(tensor for each in own.stores for tensor in each.tensors().values())])
+    return tuple(results)
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("count", [1, 3, 40])
+@pytest.mark.parametrize("kind", ["int8", "int4", ("int8", "int4")], ids=str)
+@torch.no_grad()
+def test_the_ops_in_c_give_the_bits_of_those_in_python(kind: Any, count: int, dtype: torch.dtype) -> None:
+    assert all(map(torch.equal, *by_both(kind, count, dtype)))
+
+
+MASKS = {
+    "bools": torch.rand(2, 1, 3, 70) < 0.7,
+    "floats of each head": torch.randn(2, 4, 3, 70),
+    "the same for all": (torch.rand(70) < 0.7)[None],
+    "bfloat16": torch.randn(2, 1, 3, 70).bfloat16(),
+    "turned": torch.randn(70, 3).T[None, None],
+}
+
+
+@needs_c
+@pytest.mark.parametrize("name", MASKS)
+@torch.no_grad()
+def test_the_ops_take_every_mask(name: str) -> None:
+    assert all(map(torch.equal, *by_both("int8", 3, torch.float32, MASKS[name])))
+
+
+@needs_c
+@torch.no_grad()
+def test_a_token_after_a_prompt_runs_no_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(KVLayer, "store_at", fail)
+    monkeypatch.setattr(KVLayer, "attend", fail)
+    layer = filled(llama()).layers[0]
+    keys, values = torch.randn(2, 2, 2, 1, 16).bfloat16()
+    order = programs.STORE_CODES(keys, values, layer._record, 0, 70)
+    mask = torch.ones(2, 1, 1, 71, dtype=torch.bool)
+    programs.ATTEND_TO_CODES(torch.randn(2, 4, 1, 16).bfloat16(), order, layer._record, 16, 71, mask, False, 0.25)
+    assert order.item() == 71
+
+
+@needs_c
+@pytest.mark.parametrize("change", ["grow", "select", "copy", "load", "drop"])
+@torch.no_grad()
+def test_a_record_follows_the_codes(change: str) -> None:
+    """The ops would read memory that was freed."""
+    cache = filled(llama())
+    layer: Any = cache.layers[0]
+    if change == "grow":
+        layer.update(*torch.randn(2, 2, 2, 500, 16).bfloat16())
+    elif change == "select":
+        layer.select(torch.tensor([1, 0, 1]))
+    elif change == "copy":
+        layer = copy.deepcopy(layer)
+    elif change == "load":
+        layer = pickle.loads(pickle.dumps(layer))
+    else:
+        layer._drop(16)
+    described = [number for store in layer.stores for number in store.stored.describe()]
+    assert layer._record[1:].tolist() == described
+    assert layer._shapes == [store.shape for store in layer.stores]
+
+
+def test_the_record_of_a_layer_is_on_the_cpu_whatever_the_default_device_is() -> None:
     with torch.device("meta"):
-        assert programs.number_layer(KVLayer("int8", "int8")).device.type == "cpu"
+        assert programs.new_record(KVLayer("int8", "int8")).device.type == "cpu"

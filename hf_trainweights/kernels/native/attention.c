@@ -9,24 +9,9 @@
 // A code of 8 bits has a sign; a code of 4 bits is its number plus 8. Scales are bfloat16 [G][16 tokens]: one for a
 // token of 8 bits, one for each 32 columns of a token of 4 bits.
 #include <math.h>
+#include "attention.h"
 #include "vectors.h"
 
-enum { NO_MASK = 0, BOOL_MASK = 1, FLOAT_MASK = 2 };
-
-// The description of an attention. `hf_trainweights/kernels/attention.py` fills it in this order.
-typedef struct {
-    int64_t batch, heads;                      // of keys and values
-    int64_t shared, rows;                      // query heads for each of these heads, rows for each query head
-    int64_t key_columns, value_columns;        // as the model has them
-    int64_t first, end;                        // the tokens to attend to, from `first` to before `end`
-    int64_t capacity;                          // blocks that a head has room for
-    int64_t mask_batch, mask_head, mask_row;   // elements from one to the next; 0 where all share the mask
-    float scaling;
-    int32_t key_bits, value_bits;
-    int32_t mask, dtype, threads;
-} Attention;
-
-#define BLOCK 16
 // Tokens whose scores are held at a time: their keys and values stay in the second cache for all rows of queries.
 #define CHUNK 256
 // Query rows whose sums stay in registers, and vectors of tokens or columns that are multiplied with them at a time.
