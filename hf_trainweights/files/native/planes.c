@@ -3,7 +3,7 @@
 
 #include "../../formats/native/clones.h"
 
-int abi(void) { return 3; }
+int abi(void) { return 4; }
 
 // The number of words that stay in the nearest cache while their planes are filled one after the other.
 #define BLOCK 4096
@@ -87,3 +87,68 @@ JOIN(4, uint32_t)
 
 DIFFERENCES(2, uint16_t)
 DIFFERENCES(4, uint32_t)
+
+// `relative` codes words [R, C] by their magnitude less the sum of a number of the row and one of the column. A code is
+// this difference, then the sign, then as many zeros as `spare` says; the difference 0 stands for the magnitude 0. It
+// returns whether a difference is not positive or does not fit. `absolute` undoes it, in place.
+#define MAGNITUDES(BYTES, WORD)                                                                                       \
+    CLONES int64_t relative_##BYTES(const WORD *words, const WORD *rows, const WORD *columns, int64_t R, int64_t C,   \
+                                    int spare, WORD *restrict codes) {                                                \
+        const WORD most = (WORD)((WORD)-1 >> 1), largest = (WORD)(most >> spare);                                     \
+        WORD misfits = 0;                                                                                             \
+        for (int64_t row = 0; row < R; row++)                                                                         \
+            for (int64_t i = 0; i < C; i++) {                                                                         \
+                WORD word = words[row * C + i], magnitude = word & most;                                              \
+                WORD change = (WORD)(magnitude - rows[row] - columns[i]);                                             \
+                misfits |= (WORD)((magnitude != 0) & ((WORD)(change - 1) >= largest));                                \
+                change = magnitude ? change : 0;                                                                      \
+                codes[row * C + i] = (WORD)((WORD)(change << 1 | word >> (8 * BYTES - 1)) << spare);                  \
+            }                                                                                                         \
+        return misfits;                                                                                               \
+    }                                                                                                                 \
+    CLONES void absolute_##BYTES(WORD *restrict codes, const WORD *rows, const WORD *columns, int64_t R, int64_t C,   \
+                                 int spare) {                                                                         \
+        const WORD most = (WORD)((WORD)-1 >> 1);                                                                      \
+        for (int64_t row = 0; row < R; row++)                                                                         \
+            for (int64_t i = 0; i < C; i++) {                                                                         \
+                WORD code = (WORD)(codes[row * C + i] >> spare), change = (WORD)(code >> 1);                          \
+                WORD magnitude = (WORD)(change + rows[row] + columns[i]) & most;                                      \
+                codes[row * C + i] = (WORD)((change ? magnitude : 0) | code << (8 * BYTES - 1));                      \
+            }                                                                                                         \
+    }
+
+MAGNITUDES(2, uint16_t)
+MAGNITUDES(4, uint32_t)
+
+// Bytes whose lowest two bits are 0 are packed in groups of so many: their first three quarters become bytes, and the
+// bits of the last quarter, lowest first, take the lowest bits of these. A shorter last group is filled up with zeros.
+#define GROUP 256
+#define QUARTER (GROUP / 4)
+
+CLONES void pack_six(const uint8_t *bytes, int64_t count, uint8_t *packed) {
+    for (int64_t start = 0; start < count; start += GROUP, packed += 3 * QUARTER) {
+        uint8_t filled[GROUP] = {0};
+        int64_t size = count - start < GROUP ? count - start : GROUP, quarter = (size + 3) / 4;
+        const uint8_t *group = bytes + start;
+        if (size < GROUP) group = memcpy(filled, group, size);
+        const uint8_t *last = group + 3 * quarter;
+        for (int third = 0; third < 3; third++) {
+            uint8_t *restrict out = packed + third * quarter;
+            for (int64_t i = 0; i < quarter; i++) out[i] = group[third * quarter + i] | (last[i] >> (2 + 2 * third) & 3);
+        }
+    }
+}
+
+CLONES void unpack_six(const uint8_t *packed, int64_t count, uint8_t *restrict bytes) {
+    for (int64_t start = 0; start < count; start += GROUP, packed += 3 * QUARTER) {
+        uint8_t filled[GROUP];
+        int64_t size = count - start < GROUP ? count - start : GROUP, quarter = (size + 3) / 4;
+        uint8_t *group = size < GROUP ? filled : bytes + start;
+        for (int64_t i = 0; i < 3 * quarter; i++) group[i] = packed[i] & 0xFC;
+        for (int64_t i = 0; i < quarter; i++) {
+            uint8_t low = packed[i] & 3, middle = packed[quarter + i] & 3, high = packed[2 * quarter + i] & 3;
+            group[3 * quarter + i] = (uint8_t)(low << 2 | middle << 4 | high << 6);
+        }
+        if (size < GROUP) memcpy(bytes + start, filled, size);
+    }
+}
