@@ -37,10 +37,10 @@ _FOR_WORDS = {
     "add": "-aal",
     "subtract_sums": "-aaalla",
     "add_sums": "-aaall",
-    "relative": "laaallia",
-    "absolute": "-aaalli",
+    "relative": "laaalliia",
+    "absolute": "-aaallii",
 }
-_FOR_BYTES = {"split_8": "-alial", "pack_six": "-ala", "unpack_six": "-ala"}
+_FOR_BYTES = {"split_8": "-alial", "pack_bytes": "-alia", "unpack_bytes": "-alia"}
 _FUNCTIONS = {f"{name}_{size}": types for name, types in _FOR_WORDS.items() for size in (2, 4)} | _FOR_BYTES
 
 _HUFFMAN_ONLY = zstandard.ZstdCompressionParameters(

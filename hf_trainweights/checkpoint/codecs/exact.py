@@ -29,7 +29,8 @@ All codecs but `raw` have these payloads; itemsize is the bytes of a component:
 | 0 | chunks x itemsize blocks, chunk by chunk; then, except in `planes`, one block of one byte per chunk |
 | 1 | in `planes-rank1` alone: as in `rank1` |
 
-The byte of a chunk is 1 if the chunk holds differences, which are not rotated, and 0 if it is stored as by `planes`.
+The byte of a chunk, its flag, is 1 if the chunk holds differences, which are not rotated, and 0 if it is stored as by
+`planes`.
 """
 
 from __future__ import annotations
@@ -172,17 +173,17 @@ class PlanesRank1(ChunkedCodec):
         words = words_of(tensor).reshape(shape)
         predicted = predictions(*means, dtype)
 
-        def write(writer: BlockWriter, tile: Tile) -> bool:
+        def write(writer: BlockWriter, tile: Tile) -> int:
             rows, columns = tile
             elements = words[rows, columns]
-            codes = self._codes(elements, dtype, predicted[0][rows], predicted[1][columns])
+            codes, flag = self._codes(elements, dtype, predicted[0][rows], predicted[1][columns])
             x = elements.reshape(-1)
             step = sample_step(len(x))
-            if codes is not None and is_smaller(codes.reshape(-1)[::step], x[::step], dtype):
-                self._write(writer, codes.reshape(-1), dtype)
-                return True
+            if flag and is_smaller(codes.reshape(-1)[::step], x[::step], dtype):
+                self._write(writer, codes.reshape(-1), dtype, flag)
+                return flag
             write_planes(writer, x, dtype)
-            return False
+            return 0
 
         others = (encode_means(*means),)
         return Chunks(tensor.nbytes, [*tiles(*shape, CHUNK)], write, has_flags=True, others=others)
@@ -195,7 +196,7 @@ class PlanesRank1(ChunkedCodec):
         matrix = matrix_shape(shape)
         count = tile_count(*matrix, CHUNK)
         reader = BlockReader(cls, payloads[0], count * dtype.itemsize + 1)
-        is_difference = reader.read(count * dtype.itemsize, count)
+        flags = reader.read(count * dtype.itemsize, count)
         # Allocated before torch allocates anything: for a shape that is too large numpy raises the MemoryError that
         # `decode` expects, and torch a RuntimeError.
         decoded = empty(matrix, dtype)
@@ -203,36 +204,36 @@ class PlanesRank1(ChunkedCodec):
         predicted = predictions(*decode_means(cls, payloads[1], *matrix), dtype)
         for index, (rows, columns) in enumerate(tiles(*matrix, CHUNK)):
             out, first_block = words[rows, columns], index * dtype.itemsize
-            if is_difference[index]:
-                cls._read(reader, first_block, out.reshape(-1), dtype)
-                cls._undo_(out, dtype, predicted[0][rows], predicted[1][columns])
+            if flag := int(flags[index]):
+                cls._read(reader, first_block, out.reshape(-1), dtype, flag)
+                cls._undo_(out, dtype, flag, predicted[0][rows], predicted[1][columns])
             else:
                 read_planes(reader, first_block, out.reshape(-1), dtype)
         return decoded.view(shape)
 
     @staticmethod
-    def _codes(words: np.ndarray, dtype: torch.dtype, rows: np.ndarray, columns: np.ndarray) -> np.ndarray | None:
-        """Return codes of a contiguous matrix [R, C], maybe in scratch; None if a word has no code of its own.
+    def _codes(words: np.ndarray, dtype: torch.dtype, rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, int]:
+        """Return codes of a contiguous matrix [R, C], maybe in scratch, and their flag, 0 if a word has no code.
 
         `rows` and `columns` are those of the matrix in `predictions`.
         """
         codes = _predicted_codes(words, rows, columns)
         # The code of a number 2**31 below its prediction would wrap around to 0, which stands for bits of 0.
-        return codes if np.count_nonzero(codes) == np.count_nonzero(words) else None
+        return codes, int(np.count_nonzero(codes) == np.count_nonzero(words))
 
-    @staticmethod
-    def _undo_(codes: np.ndarray, dtype: torch.dtype, rows: np.ndarray, columns: np.ndarray) -> None:
-        """Turn codes into words, in place; the arguments are those of `_codes`."""
+    @classmethod
+    def _undo_(cls, codes: np.ndarray, dtype: torch.dtype, flag: int, rows: np.ndarray, columns: np.ndarray) -> None:
+        """Turn codes into words, in place; the arguments are those and the result of `_codes`."""
         _undo_predicted_codes_(codes, rows, columns)
 
     @staticmethod
-    def _write(writer: BlockWriter, codes: np.ndarray, dtype: torch.dtype) -> None:
+    def _write(writer: BlockWriter, codes: np.ndarray, dtype: torch.dtype, flag: int) -> None:
         """Write the codes, 1-D, one block for each byte of significance."""
         write_planes(writer, codes)
 
-    @staticmethod
-    def _read(reader: BlockReader, first_block: int, codes: np.ndarray, dtype: torch.dtype) -> None:
-        """Undo `_write`: fill `codes`; CorruptFileError: a block is damaged."""
+    @classmethod
+    def _read(cls, reader: BlockReader, first_block: int, codes: np.ndarray, dtype: torch.dtype, flag: int) -> None:
+        """Undo `_write`: fill `codes`; CorruptFileError: a block or the flag is damaged."""
         read_planes(reader, first_block, codes)
 
 

@@ -117,7 +117,7 @@ class _LargeStorage:
     codec: ChunkedCodec
     chunks: Chunks
     sizes: list[int] = field(default_factory=list)
-    flags: list[bool] = field(default_factory=list)
+    flags: list[int] = field(default_factory=list)
 
     def finish(self) -> _Coded:
         """Return the rest of the first piece, which the sections began, and all other pieces."""
@@ -132,7 +132,7 @@ class _Section:
     blocks: Tensor
     crc32: int
     sizes: list[int]
-    flags: list[bool]
+    flags: list[int]
 
 
 def _result_bytes(result: list[_Coded] | _Section) -> int:

@@ -89,66 +89,90 @@ DIFFERENCES(2, uint16_t)
 DIFFERENCES(4, uint32_t)
 
 // `relative` codes words [R, C] by their magnitude less the sum of a number of the row and one of the column. A code is
-// this difference, then the sign, then as many zeros as `spare` says; the difference 0 stands for the magnitude 0. It
-// returns whether a difference is not positive or does not fit. `absolute` undoes it, in place.
+// this difference, the sign if `is_signed`, then as many zeros as `spare` says; the difference 0 stands for the magnitude
+// 0. It returns whether a word has no such code: its difference is not positive or does not fit, or its sign is left out.
+// `absolute` undoes it, in place.
 #define MAGNITUDES(BYTES, WORD)                                                                                       \
     CLONES int64_t relative_##BYTES(const WORD *words, const WORD *rows, const WORD *columns, int64_t R, int64_t C,   \
-                                    int spare, WORD *restrict codes) {                                                \
-        const WORD most = (WORD)((WORD)-1 >> 1), largest = (WORD)(most >> spare);                                     \
+                                    int is_signed, int spare, WORD *restrict codes) {                                 \
+        const WORD most = (WORD)((WORD)-1 >> 1), largest = (WORD)((WORD)-1 >> (spare + is_signed));                   \
+        const WORD refused = is_signed ? 0 : 1;                                                                       \
         WORD misfits = 0;                                                                                             \
         for (int64_t row = 0; row < R; row++)                                                                         \
             for (int64_t i = 0; i < C; i++) {                                                                         \
-                WORD word = words[row * C + i], magnitude = word & most;                                              \
+                WORD word = words[row * C + i], magnitude = word & most, sign = word >> (8 * BYTES - 1);              \
                 WORD change = (WORD)(magnitude - rows[row] - columns[i]);                                             \
-                misfits |= (WORD)((magnitude != 0) & ((WORD)(change - 1) >= largest));                                \
+                misfits |= (WORD)((magnitude != 0) & ((WORD)(change - 1) >= largest)) | (sign & refused);             \
                 change = magnitude ? change : 0;                                                                      \
-                codes[row * C + i] = (WORD)((WORD)(change << 1 | word >> (8 * BYTES - 1)) << spare);                  \
+                codes[row * C + i] = (WORD)((WORD)(change << is_signed | sign) << spare);                             \
             }                                                                                                         \
         return misfits;                                                                                               \
     }                                                                                                                 \
     CLONES void absolute_##BYTES(WORD *restrict codes, const WORD *rows, const WORD *columns, int64_t R, int64_t C,   \
-                                 int spare) {                                                                         \
-        const WORD most = (WORD)((WORD)-1 >> 1);                                                                      \
+                                 int is_signed, int spare) {                                                          \
+        const WORD most = (WORD)((WORD)-1 >> 1), kept = is_signed ? 1 : 0;                                            \
         for (int64_t row = 0; row < R; row++)                                                                         \
             for (int64_t i = 0; i < C; i++) {                                                                         \
-                WORD code = (WORD)(codes[row * C + i] >> spare), change = (WORD)(code >> 1);                          \
+                WORD code = (WORD)(codes[row * C + i] >> spare), change = (WORD)(code >> is_signed);                  \
                 WORD magnitude = (WORD)(change + rows[row] + columns[i]) & most;                                      \
-                codes[row * C + i] = (WORD)((change ? magnitude : 0) | code << (8 * BYTES - 1));                      \
+                codes[row * C + i] = (WORD)((change ? magnitude : 0) | (WORD)((code & kept) << (8 * BYTES - 1)));     \
             }                                                                                                         \
     }
 
 MAGNITUDES(2, uint16_t)
 MAGNITUDES(4, uint32_t)
 
-// Bytes whose lowest two bits are 0 are packed in groups of so many: their first three quarters become bytes, and the
-// bits of the last quarter, lowest first, take the lowest bits of these. A shorter last group is filled up with zeros.
+// Bytes whose lowest `spare` bits are 0, 2 or 4 bits, are packed in groups of GROUP bytes. A group has 8 / spare parts.
+// The bits of its last part, lowest first, take the spare bits of the others. A shorter last group is filled with zeros.
 #define GROUP 256
-#define QUARTER (GROUP / 4)
 
-CLONES void pack_six(const uint8_t *bytes, int64_t count, uint8_t *packed) {
-    for (int64_t start = 0; start < count; start += GROUP, packed += 3 * QUARTER) {
+#define PACK(SPARE)                                                                                                    \
+    static inline void pack_##SPARE(const uint8_t *group, int64_t part, uint8_t *restrict packed) {                    \
+        const uint8_t *last = group + (8 / SPARE - 1) * part;                                                          \
+        for (int each = 0; each < 8 / SPARE - 1; each++)                                                               \
+            for (int64_t i = 0; i < part; i++)                                                                         \
+                packed[each * part + i] = group[each * part + i] | (last[i] >> SPARE * (each + 1) & ((1 << SPARE) - 1)); \
+    }                                                                                                                  \
+    static inline void unpack_##SPARE(const uint8_t *packed, int64_t part, uint8_t *restrict group) {                  \
+        uint8_t *last = group + (8 / SPARE - 1) * part;                                                                \
+        for (int64_t i = 0; i < part; i++) {                                                                           \
+            uint8_t byte = 0;                                                                                          \
+            for (int each = 0; each < 8 / SPARE - 1; each++) {                                                         \
+                uint8_t stored = packed[each * part + i];                                                              \
+                group[each * part + i] = (uint8_t)(stored & ~((1 << SPARE) - 1));                                      \
+                byte |= (uint8_t)((stored & ((1 << SPARE) - 1)) << SPARE * (each + 1));                                \
+            }                                                                                                          \
+            last[i] = byte;                                                                                            \
+        }                                                                                                              \
+    }
+
+PACK(2)
+PACK(4)
+
+CLONES void pack_bytes(const uint8_t *bytes, int64_t count, int spare, uint8_t *packed) {
+    for (int64_t start = 0; start < count; start += GROUP) {
         uint8_t filled[GROUP] = {0};
-        int64_t size = count - start < GROUP ? count - start : GROUP, quarter = (size + 3) / 4;
+        int64_t size = count - start < GROUP ? count - start : GROUP, parts = 8 / spare, part = (size + parts - 1) / parts;
         const uint8_t *group = bytes + start;
         if (size < GROUP) group = memcpy(filled, group, size);
-        const uint8_t *last = group + 3 * quarter;
-        for (int third = 0; third < 3; third++) {
-            uint8_t *restrict out = packed + third * quarter;
-            for (int64_t i = 0; i < quarter; i++) out[i] = group[third * quarter + i] | (last[i] >> (2 + 2 * third) & 3);
-        }
+        if (spare == 2)
+            pack_2(group, size < GROUP ? part : GROUP / 4, packed);
+        else
+            pack_4(group, size < GROUP ? part : GROUP / 2, packed);
+        packed += (parts - 1) * part;
     }
 }
 
-CLONES void unpack_six(const uint8_t *packed, int64_t count, uint8_t *restrict bytes) {
-    for (int64_t start = 0; start < count; start += GROUP, packed += 3 * QUARTER) {
+CLONES void unpack_bytes(const uint8_t *packed, int64_t count, int spare, uint8_t *bytes) {
+    for (int64_t start = 0; start < count; start += GROUP) {
         uint8_t filled[GROUP];
-        int64_t size = count - start < GROUP ? count - start : GROUP, quarter = (size + 3) / 4;
+        int64_t size = count - start < GROUP ? count - start : GROUP, parts = 8 / spare, part = (size + parts - 1) / parts;
         uint8_t *group = size < GROUP ? filled : bytes + start;
-        for (int64_t i = 0; i < 3 * quarter; i++) group[i] = packed[i] & 0xFC;
-        for (int64_t i = 0; i < quarter; i++) {
-            uint8_t low = packed[i] & 3, middle = packed[quarter + i] & 3, high = packed[2 * quarter + i] & 3;
-            group[3 * quarter + i] = (uint8_t)(low << 2 | middle << 4 | high << 6);
-        }
+        if (spare == 2)
+            unpack_2(packed, size < GROUP ? part : GROUP / 4, group);
+        else
+            unpack_4(packed, size < GROUP ? part : GROUP / 2, group);
         if (size < GROUP) memcpy(bytes + start, filled, size);
+        packed += (parts - 1) * part;
     }
 }

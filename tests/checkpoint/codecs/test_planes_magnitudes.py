@@ -4,9 +4,11 @@ import torch
 from checkpoint.codecs.test_planes_rank1 import bits, squares
 
 from hf_trainweights.checkpoint.codecs import magnitudes
+from hf_trainweights.checkpoint.codecs.coding.blocks import BlockReader
 from hf_trainweights.checkpoint.codecs.exact import Planes, PlanesRank1
 from hf_trainweights.checkpoint.codecs.magnitudes import PlanesMagnitudes
-from hf_trainweights.testing.codecs import bits_equal
+from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.testing.codecs import bits_equal, decode
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -79,22 +81,60 @@ def test_codes_and_packed_bytes_are_the_same_without_compiled_functions(dtype, m
         assert bits_equal(back, tensor)
 
 
-@pytest.mark.parametrize("change", [0, 1, 2**29 - 1, 2**29])
-def test_a_change_is_coded_if_it_lies_above_zero_and_within_its_bits(change, monkeypatch):
-    rows, columns = np.full([1, 1], 5 + (50 << 23), np.int32), np.full(16, 7, np.int32)
-    words = np.full([1, 16], 5 + 7 + change, np.int32)
-    for _ in range(2):
-        codes = PlanesMagnitudes._codes(words, torch.float32, rows, columns)
-        assert (codes is not None) == (0 < change < 2**29)
-        if codes is not None:
-            PlanesMagnitudes._undo_(codes, torch.float32, rows, columns)
-            np.testing.assert_array_equal(codes, words)
+LAYOUTS = [(2, False, 28), (1, True, 29)]
+
+
+@pytest.mark.parametrize(("flag", "is_signed", "bits"), LAYOUTS)
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "numpy"])
+def test_a_change_is_coded_if_it_lies_above_zero_and_within_its_bits(flag, is_signed, bits, compiled, monkeypatch):
+    layout = magnitudes._LAYOUTS[torch.float32][flag]
+    rows, columns = np.full([1, 1], 5, np.int32), np.full(16, 7, np.int32)
+    if not compiled:
         monkeypatch.setattr(magnitudes, "compiled_for", lambda *_: None)
+    for change in (0, 1, 2**bits - 1, 2**bits):
+        for sign in (0, -(2**31)):
+            words = np.full([1, 16], sign + 5 + 7 + change, np.int32)
+            codes = np.empty_like(words)
+            is_coded = magnitudes._encode(words, layout, rows, columns, codes)
+            assert is_coded == (0 < change < 2**bits and (is_signed or not sign))
+            if is_coded:
+                above = rows + np.int32(layout.low << 23)
+                PlanesMagnitudes._undo_(codes, torch.float32, flag, above, columns)
+                np.testing.assert_array_equal(codes, words)
 
 
+def flags(encoded, tensor, tile_count):
+    reader = BlockReader(PlanesMagnitudes, encoded.payloads[0], tile_count * tensor.itemsize + 1)
+    return reader.read(tile_count * tensor.itemsize, tile_count).tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_positive_numbers_have_no_sign_and_those_far_apart_more_octaves(dtype):
+    tensor = squares(40, 50, rest=0.5).to(dtype)
+    assert flags(PlanesMagnitudes().encode(tensor), tensor, 1) == [2]
+    tensor[3, 7] *= 2.0**-40
+    assert flags(PlanesMagnitudes().encode(tensor), tensor, 1) == [1]
+    tensor[39, 7] *= -1  # not in the row that is looked at first
+    assert flags(PlanesMagnitudes().encode(tensor), tensor, 1) == [1]
+    bits(PlanesMagnitudes(), tensor)
+
+
+def test_an_unknown_flag_is_an_error():
+    tensor = means(70, 90)
+    encoded = PlanesMagnitudes().encode(tensor)
+    payload = encoded.payloads[0]
+    payload[len(payload) - 4 * 5 - 1] = 3
+    with pytest.raises(CorruptFileError, match="flag of a tile: expected 0 or one of 2, 1, found 3"):
+        decode(PlanesMagnitudes(), encoded, tensor)
+
+
+@pytest.mark.parametrize("spare", [2, 4])
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 255, 256, 257, 511, 1000])
-def test_packed_bytes_come_back_and_take_three_quarters(count):
-    plane = np.random.default_rng(0).integers(0, 64, count).astype(np.uint8) << 2
-    packed = magnitudes._packed(plane).copy()
-    assert len(packed) <= count // 4 * 3 + 3
-    np.testing.assert_array_equal(magnitudes._unpacked(packed, count), plane)
+def test_packed_bytes_come_back_and_take_their_bits(count, spare, monkeypatch):
+    plane = np.random.default_rng(0).integers(0, 256 >> spare, count).astype(np.uint8) << spare
+    packed = magnitudes._packed(plane, spare).copy()
+    assert len(packed) < count * (8 - spare) / 8 + 3
+    np.testing.assert_array_equal(magnitudes._unpacked(packed, count, spare), plane)
+    monkeypatch.setattr(magnitudes, "compiled", lambda: None)
+    np.testing.assert_array_equal(magnitudes._packed(plane, spare), packed)
+    np.testing.assert_array_equal(magnitudes._unpacked(packed, count, spare), plane)
