@@ -699,20 +699,24 @@ def checkpoint_optimizers() -> str:
         mean, bias = (fmean(each[key] for each in differences) for key in ("mean", "bias"))
         largest, ratio = max(each["largest"] for each in differences), fmean(seed["ratio"] for seed in seeds)
         losses = f"{mean:.4f}", f"{largest:.4f}", f"{bias:+.4f}"
-        found = seeds[0].get("controls", {})
-        controls = [f"{found[control]['mean']:.4f}" if found else "" for control in ("finer", "neighbours")]
+        measured = next((seed for seed in seeds if "controls" in seed), seeds[0])
+        found = measured.get("controls", {})
+        means = {name: f"{each['mean']:.4f}" for name, each in found.items()}
+        controls = [f"{measured['differences']['mean']:.4f}" if found else ""]
+        controls += [means.get(control, "") for control in ("random", "finer", "neighbours")]
         roles = ", ".join(seeds[0]["roles"]) or "none"
         rows.append([name, roles, f"{ratio:.1f}", *losses, str(len(seeds)), *controls])
     header = ["optimizer", "roles that are rounded", "ratio", "mean", "largest", "bias", "seeds"]
-    header += ["a sixteenth of the errors", "1 ulp"]
+    header += ["that seed", "random signs", "a sixteenth", "1 ulp"]
     caption = (
         "Near-lossless, a Llama of 1.25M parameters from scratch, saves at steps 50, 100 and 150 of 250. Ratio: "
         "bytes of weights and optimizer as a Trainer writes them, divided by those of the third save. Then the "
         "differences of the losses, in nats, over the 100 steps after a resume from that save, to the run that went "
         "on: the mean of the seeds, and the largest over all of them. Names in small letters are values of the "
-        "Trainer's `optim`; where no role is rounded, only weights are. The last columns are means of the first seed, "
-        "after a resume from a save whose weights and means have a sixteenth of the errors, and from exact weights off "
-        f"by one unit in the last place. {report['cpu']}."
+        "Trainer's `optim`; where no role is rounded, only weights are. The last four columns are means of one "
+        "seed: of this save; after a resume from the exact save plus errors of the same sizes with random signs; from "
+        "a save whose weights and means have a sixteenth of the errors; from exact weights off by one unit in the last "
+        f"place. {report['cpu']}."
     )
     return f"{table(header, rows)}\n\n{caption}"
 
@@ -724,11 +728,13 @@ def checkpoint_loads() -> str:
     rows = []
     for mode, seconds in report["modes"].items():
         cells = [seconds["load"], seconds["read"], seconds["load"] - seconds["read"]]
-        first = f"{seconds['first'] / report['first_plain_seconds']:.1f}"
-        rows.append([mode, first, *(f"{cell / plain:.1f}" for cell in cells), f"{write / plain:.1f}"])
-    header = ["mode", "first load", "later load", "of it reading", "of it decoding", "first writes to as much memory"]
+        first = [f"{seconds[case] / report['first_plain_seconds']:.1f}" for case in ("first", "first_mapped")]
+        mapped = f"{seconds['mapped'] / plain:.1f}"
+        rows.append([mode, *first, *(f"{cell / plain:.1f}" for cell in cells), mapped, f"{write / plain:.1f}"])
+    header = ["mode", "first load", "mapped", "later load", "of it reading", "of it decoding", "mapped", "first writes"]
     caption = (
-        f"CPU time of one core, relative to the same load of plain files, {report['plain_bytes'] / 1e6:.0f} MB. The "
+        f"CPU time of one core, relative to the same load of plain files, {report['plain_bytes'] / 1e6:.0f} MB. "
+        "Mapped: with `mmap=True`, relative to a load of plain files without it. First writes: to as much memory. The "
         f"first plain load of a process takes {report['first_plain_seconds'] / plain:.1f} times as long as a later "
         f"one. {report['machine']['cpu']}, shared with other work (load {report['machine']['load']:.0f})."
     )

@@ -123,10 +123,10 @@ def save(path: Path, weights: State, optimizer: State) -> None:
             os.fsync(file.fileno())
 
 
-def load(path: Path) -> None:
-    """Load both files of a checkpoint as anyone would."""
+def load(path: Path, *, mmap: bool | None = None) -> None:
+    """Load both files of a checkpoint as anyone would, or mapped into memory instead of read."""
     for name in (WEIGHTS_NAME, OPTIMIZER_NAME):
-        torch.load(path / name, weights_only=True)
+        torch.load(path / name, weights_only=True, mmap=mmap)
 
 
 def read(path: Path) -> None:

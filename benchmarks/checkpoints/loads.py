@@ -3,8 +3,9 @@
 Run `python -m benchmarks.checkpoints.loads`; it writes `benchmarks/results/checkpoint_loads.json` within minutes. A
 checkpoint of random weights and moments is loaded plainly and in each mode, by `torch.load`, on one core. Everything is
 done in turn for several rounds, and a figure is the least CPU time of its rounds. Reading is torch.load without the
-codecs. Writing fills as many new bytes as the tensors have. A load that is repeated may get memory back that the one
-before has freed. The first load of a process, as of a resume, gets none, so it is measured in processes of its own.
+codecs. A mapped load is `torch.load(mmap=True)`. Writing fills as many new bytes as the tensors have. A load that is
+repeated may get memory back that the one before has freed. The first load of a process, as of a resume, gets none, so
+it is measured in processes of its own.
 """
 
 from __future__ import annotations
@@ -33,13 +34,12 @@ def measure(root: Path) -> dict[str, Any]:
     """Return CPU seconds of each part of a load; files go to `root`."""
     paths = {mode: root / mode / "checkpoint-1" for mode in ("plain", *MODES)}
     sizes = _in_child(partial(_write_all, paths))  # this process has no freed memory that a fork could use
+    loads: dict[str, Callable[[], None]] = {mode: partial(load, path) for mode, path in paths.items()}
+    loads |= {f"mapped {mode}": partial(load, paths[mode], mmap=True) for mode in MODES}
     with only(1):
-        rounds = [
-            {mode: _in_child(partial(_cpu_seconds, partial(load, paths[mode]))) for mode in paths}
-            for _ in range(ROUNDS)
-        ]
-    first = {mode: min(each[mode] for each in rounds) for mode in paths}
-    parts: dict[str, Callable[[], None]] = {mode: partial(load, path) for mode, path in paths.items()}
+        rounds = [{name: _in_child(partial(_cpu_seconds, work)) for name, work in loads.items()} for _ in range(ROUNDS)]
+    first = {name: min(each[name] for each in rounds) for name in loads}
+    parts = {**loads}
     parts |= {f"read {mode}": partial(read, paths[mode]) for mode in MODES}
     parts["write"] = partial(_write, sizes)
     seconds = dict.fromkeys(parts, float("inf"))
@@ -55,7 +55,14 @@ def measure(root: Path) -> dict[str, Any]:
         "first_plain_seconds": first["plain"],
         "write_seconds": seconds["write"],
         "modes": {
-            mode: {"load": seconds[mode], "read": seconds[f"read {mode}"], "first": first[mode]} for mode in MODES
+            mode: {
+                "load": seconds[mode],
+                "read": seconds[f"read {mode}"],
+                "first": first[mode],
+                "mapped": seconds[f"mapped {mode}"],
+                "first_mapped": first[f"mapped {mode}"],
+            }
+            for mode in MODES
         },
     }
 

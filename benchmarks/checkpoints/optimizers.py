@@ -42,6 +42,7 @@ from hf_trainweights_cli.demo.corpus import read_corpus
 RESULTS = Path(__file__).parent.parent / "results" / "checkpoint_optimizers.json"
 SEEDS = (0, 1, 2)
 MODE = "near-lossless"
+CONTROLS = ("neighbours", "finer", "random")
 SAVES = (50, 100, 150)
 STOP = SAVES[-1] + 100
 # The learning rate falls as if training went on for longer.
@@ -207,8 +208,9 @@ def measure(choice: Choice, seed: int, directory: Path, *, with_controls: bool =
         choice: The optimizer.
         seed: For weights and data.
         directory: An empty directory.
-        with_controls: Resume twice more: from exact weights that are off by one unit in the last place, and from a save
-            whose errors are a sixteenth.
+        with_controls: Resume three times more: from exact weights that are off by one unit in the last place, from a
+            save whose errors are a sixteenth, and from the exact save plus errors of the same sizes whose signs are
+            random.
 
     Returns:
         `ratio`: plain bytes of weights and optimizer over bytes on disk, of the third save. `roles` that were rounded.
@@ -233,7 +235,9 @@ def measure(choice: Choice, seed: int, directory: Path, *, with_controls: bool =
         shutil.copytree(directory / "plain", directory / "neighbours")
         move_weights(directory / "neighbours" / last.name, seed)
         _compress(directory / "finer", trainer, _finer_rules(manifest))
-        controls = {name: _resume(choice, seed, directory / name, whole) for name in ("neighbours", "finer")}
+        shutil.copytree(directory / "plain", directory / "random")
+        scatter(directory / "random" / last.name, directory / "small" / last.name, seed)
+        controls = {name: _resume(choice, seed, directory / name, whole) for name in CONTROLS}
         found["controls"] = controls
     return found
 
@@ -263,6 +267,35 @@ def move_weights(checkpoint: Path, seed: int) -> None:
         upwards = torch.rand(weight.shape, generator=generator) < 0.5
         weights[name] = torch.nextafter(weight, torch.where(upwards, torch.inf, -torch.inf))
     save_file(weights, file, metadata={"format": "pt"})
+
+
+def scatter(checkpoint: Path, small: Path, seed: int) -> None:
+    """Give each number of a plain checkpoint the error that it has in the small one, with a random sign.
+
+    The error of a number that is never negative is a factor, which is inverted or not.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def scattered(exact: Any, rounded: Any) -> Any:
+        if isinstance(exact, dict):
+            return {key: scattered(value, rounded[key]) for key, value in exact.items()}
+        if not isinstance(exact, Tensor) or not exact.is_floating_point() or torch.equal(exact, rounded):
+            return exact
+        is_kept = torch.rand(exact.shape, generator=generator) < 0.5
+        if (exact >= 0).all():
+            factor = torch.where(exact > 0, rounded / exact, torch.ones_like(exact))
+            return exact * torch.where(is_kept, factor, 1 / factor)
+        return torch.where(is_kept, rounded, 2 * exact - rounded)
+
+    weights = load_file(checkpoint / "model.safetensors")
+    rounded = torch.load(small / "pytorch_model.bin", weights_only=True)
+    save_file(
+        {name: scattered(weight, rounded[name]) for name, weight in weights.items()},
+        checkpoint / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    states = torch.load(checkpoint / "optimizer.pt", weights_only=True)
+    torch.save(scattered(states, torch.load(small / "optimizer.pt", weights_only=True)), checkpoint / "optimizer.pt")
 
 
 def _resume(choice: Choice, seed: int, directory: Path, whole: _Saver) -> dict[str, float]:

@@ -27,18 +27,21 @@ from hf_trainweights.native_library import load_library
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _LIBRARY = Path(__file__).parent / "native" / "planes.so"
-_ABI = 3
+_ABI = 4
 # The C functions for words of 2 and of 4 bytes, each with the types of its result and arguments in the letters of
-# `load_library`. The last three serve the codecs of checkpoints (`checkpoint/codecs/exact.py`), and planes.c describes
-# them. Words of 8 bytes, which are rare, are only split: numpy is fast enough for the rest.
+# `load_library`. From `add` on they serve the codecs of checkpoints (`checkpoint/codecs/exact.py`), and planes.c
+# describes them. Words of 8 bytes, which are rare, are only split: numpy is fast enough for the rest.
 _FOR_WORDS = {
     "split": "-alial",
     "join": "-plia",
     "add": "-aal",
     "subtract_sums": "-aaalla",
     "add_sums": "-aaall",
+    "relative": "laaalliia",
+    "absolute": "-aaallii",
 }
-_FUNCTIONS = {f"{name}_{size}": types for name, types in _FOR_WORDS.items() for size in (2, 4)} | {"split_8": "-alial"}
+_FOR_BYTES = {"split_8": "-alial", "pack_bytes": "-alia", "unpack_bytes": "-alia"}
+_FUNCTIONS = {f"{name}_{size}": types for name, types in _FOR_WORDS.items() for size in (2, 4)} | _FOR_BYTES
 
 _HUFFMAN_ONLY = zstandard.ZstdCompressionParameters(
     strategy=zstandard.STRATEGY_FAST,

@@ -171,6 +171,23 @@ def test_a_trainer_keeps_other_states_exact_and_says_whose_they_are(
     assert all(row["bound"] is None or row["bound"] <= 0.5 * rms[row["name"]] for row in rows)
 
 
+def test_states_of_a_known_class_that_its_rule_does_not_fit_are_said_to_stay_exact(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    optimizers._say_that_states_stay_exact.cache_clear()
+    weight = torch.nn.Parameter(torch.randn(96, 96, dtype=torch.complex64))
+    optimizer = torch.optim.AdamW([weight])
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    plan = Policy("near-lossless").plan_optimizer(optimizer.state_dict(), optimizer="AdamW")
+    rows = [{"role": each.role, "bound": None} for each in plan.values()]
+    with caplog.at_level(logging.WARNING, "hf_trainweights.checkpoint.planning.optimizers"):
+        optimizers.states_entry(optimizers.class_name("AdamW"), rows, is_lossy=True)
+    assert caplog.messages == [
+        "The states of torch.optim.adamw.AdamW stay exact: they have other keys, shapes or dtypes than its rule."
+    ]
+
+
 def test_the_class_is_remembered_from_the_first_save_to_every_rewriting(tmp_path: Path) -> None:
     model, optimizer = trained(Signs)
     before = moments(optimizer.state_dict())

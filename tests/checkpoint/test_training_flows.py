@@ -29,6 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings(
         "ignore:.*gradient_checkpointing.* is deprecated:FutureWarning",  # peft asks for it
         "ignore:.*expected a plain dense tensor, found a torchao:UserWarning",  # their files stay plain
+        "ignore:This implementation of AdamW is deprecated:FutureWarning",  # GaLore's own
         "ignore:Paged optimizers are not supported on CPU:UserWarning",  # bitsandbytes keeps them in memory then
     ),
 ]
@@ -77,13 +78,17 @@ class Flow:
         build: Makes the model.
         optimizer: Makes the optimizer; the Trainer does if it is None.
         options: Arguments of the Trainer.
+        package: What has to be installed for these.
     """
 
     build: Callable[[], nn.Module] = llama
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    package: str | None = None
 
     def run(self, out: Path, *callbacks: Any, resume: bool = False) -> tuple[Trainer, Losses]:
+        if self.package:
+            pytest.importorskip(self.package)
         model = self.build()
         trainer, losses = trainer_of(out, *callbacks, model=model, save_steps=SAVED, **self.options)
         if self.optimizer is not None:
@@ -92,7 +97,11 @@ class Flow:
         return trainer, losses
 
 
+PROJECTED = {"optim_target_modules": ["attn", "mlp"], "optim_args": "rank=8, update_proj_gap=2"}
 FLOWS = {
+    "GaLore": Flow(options={"optim": "galore_adamw", **PROJECTED}, package="galore_torch"),
+    "GaLore Adafactor": Flow(options={"optim": "galore_adafactor", **PROJECTED}, package="galore_torch"),
+    "APOLLO": Flow(options={"optim": "apollo_adamw", **PROJECTED}, package="apollo_torch"),
     "accumulation": Flow(options={"gradient_accumulation_steps": 3}),
     "dispatched batches": Flow(options={"accelerator_config": {"dispatch_batches": True, "split_batches": True}}),
     "each node": Flow(options={"save_on_each_node": True}),
@@ -114,6 +123,8 @@ def plain(value: Any) -> Any:
         return type(value).__name__, [getattr(value, name) for name in names], repr(about)
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
+    if type(value).__name__.endswith("Projector"):
+        return type(value).__name__, plain(vars(value))
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 

@@ -15,7 +15,7 @@ import torch
 from checkpoint.zero.zero_files import Shapes, Values, in_trainer
 from golden.files import called_by, golden_directory, integers, recorded, torch_members
 from golden.reader import AFresh, load_checkpoints
-from golden.test_checkpoints import ZSTD_VERSION, structure
+from golden.test_checkpoints import EARLIER, ZSTD_VERSION, structure
 from safetensors.torch import save_file
 
 from hf_trainweights.checkpoint import compress_directory
@@ -28,6 +28,7 @@ from hf_trainweights.checkpoint.run.file_checks import anchor_problem
 # for a lossy mode to round.
 GROUPS: tuple[Shapes, ...] = ({"linear.weight": (131, 65)},)
 RUNS = ((2, "lossless"), (3, "near-lossless"))
+ALL_RUNS = (*RUNS, *((2, mode) for mode in EARLIER))
 STEPS = (2, 4)
 
 
@@ -100,14 +101,15 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "mode"), RUNS)
+@pytest.mark.parametrize(("stage", "mode"), ALL_RUNS)
 def test_a_fresh_process_loads_what_is_recorded(stage: int, mode: str, afresh: AFresh) -> None:
     run = golden(stage, mode)
     assert afresh(load_digests, run) == recorded(run)["loaded"]
 
 
-def test_earlier_checkpoints_verify(runs: tuple[Path, Path]) -> None:
-    for checkpoint in checkpoints(runs[0]):
+@pytest.mark.parametrize(("stage", "mode"), ALL_RUNS)
+def test_earlier_checkpoints_verify(stage: int, mode: str) -> None:
+    for checkpoint in checkpoints(golden(stage, mode)):
         assert verify_checkpoint(checkpoint).ok
         assert all(anchor_problem(file) is None for file in encoded_files(checkpoint).values())
 
@@ -155,7 +157,7 @@ def test_manifests_are_written_the_same(runs: tuple[Path, Path]) -> None:
         assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(("stage", "mode"), RUNS)
+@pytest.mark.parametrize(("stage", "mode"), ALL_RUNS)
 def test_files_use_the_codecs_of_their_mode_and_call_one_function(stage: int, mode: str) -> None:
     files = [file for checkpoint in checkpoints(golden(stage, mode)) for file in encoded_files(checkpoint).values()]
     codecs = {storage["codec"] for file in files for storage in structure(file)["storages"]}

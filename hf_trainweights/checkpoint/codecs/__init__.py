@@ -11,12 +11,14 @@ from hf_trainweights.checkpoint.codecs.base import ROLES, Codec
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.codecs.exact import Planes, PlanesDelta, PlanesRank1, Raw
 from hf_trainweights.checkpoint.codecs.grouped import Grouped
+from hf_trainweights.checkpoint.codecs.magnitudes import PlanesMagnitudes
 from hf_trainweights.checkpoint.codecs.moments import LogRank1, UpdateSpace
 from hf_trainweights.checkpoint.codecs.norm_space import NormSpace
 from hf_trainweights.checkpoint.codecs.rows import RowUniform
 from hf_trainweights.errors import ConfigError
 
-_CODECS = (Raw, Planes, PlanesDelta, PlanesRank1, DeltaUniform, UpdateSpace, LogRank1, Grouped, RowUniform, NormSpace)
+_EXACT = (Raw, Planes, PlanesDelta, PlanesRank1, PlanesMagnitudes)
+_CODECS = (*_EXACT, DeltaUniform, UpdateSpace, LogRank1, Grouped, RowUniform, NormSpace)
 CODECS: dict[str, type[Codec]] = {codec.codec_id: codec for codec in _CODECS}
 
 

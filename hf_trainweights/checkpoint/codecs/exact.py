@@ -29,7 +29,8 @@ All codecs but `raw` have these payloads; itemsize is the bytes of a component:
 | 0 | chunks x itemsize blocks, chunk by chunk; then, except in `planes`, one block of one byte per chunk |
 | 1 | in `planes-rank1` alone: as in `rank1` |
 
-The byte of a chunk is 1 if the chunk holds differences, which are not rotated, and 0 if it is stored as by `planes`.
+The byte of a chunk, its flag, is 1 if the chunk holds differences, which are not rotated, and 0 if it is stored as by
+`planes`.
 """
 
 from __future__ import annotations
@@ -65,13 +66,9 @@ from hf_trainweights.checkpoint.codecs.coding.blocks import (
     tile_count,
     tiles,
 )
-from hf_trainweights.checkpoint.codecs.coding.rank1 import MEAN_UNITS, decode_means, encode_means, log_means
-from hf_trainweights.files.byte_planes import compiled_for, fold, join_planes, split_planes, word_layout, words_of
-
-# Most words of a chunk that are compared to choose the smaller of two codings.
-_SAMPLE = 4096
-# Mantissa bits and bias of the exponent.
-_LAYOUTS = {torch.float32: (23, 127), torch.bfloat16: (7, 127), torch.float16: (10, 15)}
+from hf_trainweights.checkpoint.codecs.coding.planes import is_smaller, read_planes, sample_step, write_planes
+from hf_trainweights.checkpoint.codecs.coding.rank1 import decode_means, encode_means, log_means, predictions
+from hf_trainweights.files.byte_planes import compiled_for, word_layout, words_of
 
 
 @dataclass(frozen=True)
@@ -113,11 +110,11 @@ class Planes(ChunkedCodec):
 
         def write(writer: BlockWriter, chunk: slice) -> bool:
             x = words[chunk]
-            step = _sample_step(len(x))
-            if anchor is not None and _is_smaller(_zigzag_(x[::step] - anchor[chunk][::step]), x[::step], dtype):
-                _write_planes(writer, _zigzag_(x - anchor[chunk]))
+            step = sample_step(len(x))
+            if anchor is not None and is_smaller(_zigzag_(x[::step] - anchor[chunk][::step]), x[::step], dtype):
+                write_planes(writer, _zigzag_(x - anchor[chunk]))
                 return True
-            _write_planes(writer, x, dtype)
+            write_planes(writer, x, dtype)
             return False
 
         return Chunks(tensor.nbytes, [*chunk_ranges(len(words))], write, has_flags="anchor" in self.references)
@@ -138,10 +135,10 @@ class Planes(ChunkedCodec):
         for index, chunk in enumerate(chunk_ranges(count)):
             out = decoded_words[chunk]
             if anchor is None or not is_delta[index]:
-                _read_planes(reader, index * itemsize, out, dtype)
+                read_planes(reader, index * itemsize, out, dtype)
                 continue
             codes = scratch("codes", out.shape, out.dtype)
-            _read_planes(reader, index * itemsize, codes)
+            read_planes(reader, index * itemsize, codes)
             _add_(codes, anchor[chunk])
             out[:] = codes
         return decoded
@@ -167,25 +164,26 @@ class PlanesRank1(ChunkedCodec):
     lossless: ClassVar[bool] = True
     roles: ClassVar[tuple[str, ...]] = SQUARES
     dtypes: ClassVar[frozenset[torch.dtype]] = LOSSY_DTYPES
+    # The means are multiples of it, in units of 1/128. A reader takes any.
+    _multiple: ClassVar[int] = 1
 
     def _chunks(self, tensor: Tensor, references: References) -> Chunks:
         shape, dtype = matrix_shape(tensor.shape), tensor.dtype
-        means = log_means(tensor.view(shape))
+        means = log_means(tensor.view(shape), self._multiple)
         words = words_of(tensor).reshape(shape)
-        predicted = _predictions(*means, dtype)
+        predicted = predictions(*means, dtype)
 
-        def write(writer: BlockWriter, tile: Tile) -> bool:
+        def write(writer: BlockWriter, tile: Tile) -> int:
             rows, columns = tile
             elements = words[rows, columns]
-            codes = _predicted_codes(elements, predicted[0][rows], predicted[1][columns])
-            x, codes = elements.reshape(-1), codes.reshape(-1)
-            step = _sample_step(len(x))
-            # The code of a number 2**31 below its prediction would wrap around to 0, which stands for bits of 0.
-            if _is_smaller(codes[::step], x[::step], dtype) and np.count_nonzero(codes) == np.count_nonzero(x):
-                _write_planes(writer, codes)
-                return True
-            _write_planes(writer, x, dtype)
-            return False
+            codes, flag = self._codes(elements, dtype, predicted[0][rows], predicted[1][columns])
+            x = elements.reshape(-1)
+            step = sample_step(len(x))
+            if flag and is_smaller(codes.reshape(-1)[::step], x[::step], dtype):
+                self._write(writer, codes.reshape(-1), dtype, flag)
+                return flag
+            write_planes(writer, x, dtype)
+            return 0
 
         others = (encode_means(*means),)
         return Chunks(tensor.nbytes, [*tiles(*shape, CHUNK)], write, has_flags=True, others=others)
@@ -198,18 +196,45 @@ class PlanesRank1(ChunkedCodec):
         matrix = matrix_shape(shape)
         count = tile_count(*matrix, CHUNK)
         reader = BlockReader(cls, payloads[0], count * dtype.itemsize + 1)
-        is_difference = reader.read(count * dtype.itemsize, count)
+        flags = reader.read(count * dtype.itemsize, count)
         # Allocated before torch allocates anything: for a shape that is too large numpy raises the MemoryError that
         # `decode` expects, and torch a RuntimeError.
         decoded = empty(matrix, dtype)
         words = words_of(decoded).reshape(matrix)
-        predicted = _predictions(*decode_means(cls, payloads[1], *matrix), dtype)
+        predicted = predictions(*decode_means(cls, payloads[1], *matrix), dtype)
         for index, (rows, columns) in enumerate(tiles(*matrix, CHUNK)):
-            out = words[rows, columns]
-            _read_planes(reader, index * dtype.itemsize, out.reshape(-1), None if is_difference[index] else dtype)
-            if is_difference[index]:
-                _undo_predicted_codes_(out, predicted[0][rows], predicted[1][columns])
+            out, first_block = words[rows, columns], index * dtype.itemsize
+            if flag := int(flags[index]):
+                cls._read(reader, first_block, out.reshape(-1), dtype, flag)
+                cls._undo_(out, dtype, flag, predicted[0][rows], predicted[1][columns])
+            else:
+                read_planes(reader, first_block, out.reshape(-1), dtype)
         return decoded.view(shape)
+
+    @staticmethod
+    def _codes(words: np.ndarray, dtype: torch.dtype, rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, int]:
+        """Return codes of a contiguous matrix [R, C], maybe in scratch, and their flag, 0 if a word has no code.
+
+        `rows` and `columns` are those of the matrix in `predictions`.
+        """
+        codes = _predicted_codes(words, rows, columns)
+        # The code of a number 2**31 below its prediction would wrap around to 0, which stands for bits of 0.
+        return codes, int(np.count_nonzero(codes) == np.count_nonzero(words))
+
+    @classmethod
+    def _undo_(cls, codes: np.ndarray, dtype: torch.dtype, flag: int, rows: np.ndarray, columns: np.ndarray) -> None:
+        """Turn codes into words, in place; the arguments are those and the result of `_codes`."""
+        _undo_predicted_codes_(codes, rows, columns)
+
+    @staticmethod
+    def _write(writer: BlockWriter, codes: np.ndarray, dtype: torch.dtype, flag: int) -> None:
+        """Write the codes, 1-D, one block for each byte of significance."""
+        write_planes(writer, codes)
+
+    @classmethod
+    def _read(cls, reader: BlockReader, first_block: int, codes: np.ndarray, dtype: torch.dtype, flag: int) -> None:
+        """Undo `_write`: fill `codes`; CorruptFileError: a block or the flag is damaged."""
+        read_planes(reader, first_block, codes)
 
 
 def _add_(codes: np.ndarray, anchor: np.ndarray) -> None:
@@ -240,52 +265,8 @@ def _unzigzag_(words: np.ndarray) -> np.ndarray:
     return words
 
 
-def _sample_step(count: int) -> int:
-    """Return every how many words one goes into a sample of at most 4096, enough to find the smaller of two codings."""
-    return count // _SAMPLE + 1
-
-
-def _is_smaller(codes: np.ndarray, words: np.ndarray, dtype: torch.dtype) -> bool:
-    """Return whether the codes of a tensor's words take fewer bits than the words themselves."""
-    return _plane_bits(codes) < _plane_bits(fold(words, dtype))
-
-
-def _plane_bits(words: np.ndarray) -> float:
-    """Return the order-0 entropy of the byte planes, in bits per word."""
-    planes = np.ascontiguousarray(words).view(np.uint8).reshape(-1, words.itemsize)
-    # One call of bincount serves all planes: each plane has 256 numbers of its own.
-    numbers = planes + np.arange(words.itemsize, dtype=np.uint16) * np.uint16(256)
-    counts = np.bincount(numbers.reshape(-1))
-    share = counts[counts > 0] / len(words)
-    return -float(np.dot(share, np.log2(share)))
-
-
-def _write_planes(writer: BlockWriter, words: np.ndarray, folded: torch.dtype | None = None) -> None:
-    """Write one block per byte of significance, lowest first.
-
-    `words` are codes, or, if `folded` is the tensor's dtype, its words, which are rotated first.
-    """
-    planes = scratch("planes", [words.itemsize, len(words)], np.uint8)
-    split_planes(words, planes, folded)
-    for plane in planes:
-        writer.write(plane)
-
-
-def _read_planes(reader: BlockReader, first_block: int, out: np.ndarray, folded: torch.dtype | None = None) -> None:
-    """Undo `_write_planes`: fill `out` from the blocks from `first_block` on; CorruptFileError: a block is damaged."""
-    join_planes([reader.read(first_block + index, len(out)) for index in range(out.itemsize)], out, folded)
-
-
-def _predictions(row_means: Tensor, column_means: Tensor, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Return two terms whose sum predicts a bit pattern: of rows [R, 1] and columns [C], words of the dtype's size."""
-    mantissa_bits, bias = _LAYOUTS[dtype]
-    unit = (1 << mantissa_bits) // MEAN_UNITS
-    rows, columns = (row_means * unit + (bias << mantissa_bits))[:, None], column_means * unit
-    return rows.numpy().astype(f"i{dtype.itemsize}"), columns.numpy().astype(f"i{dtype.itemsize}")
-
-
 def _predicted_codes(words: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Return the codes of a contiguous matrix [R, C], maybe in scratch; `rows` and `columns` as in `_predictions`."""
+    """Return the codes of a contiguous matrix [R, C], maybe in scratch; `rows` and `columns` as in `predictions`."""
     if function := compiled_for("subtract_sums", words):
         codes = scratch("codes", words.shape, words.dtype)
         function(words, rows, columns, *words.shape, codes)
@@ -299,7 +280,7 @@ def _predicted_codes(words: np.ndarray, rows: np.ndarray, columns: np.ndarray) -
 
 
 def _undo_predicted_codes_(codes: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> None:
-    """Turn the codes of a contiguous matrix into words, in place; `rows` and `columns` as in `_predictions`."""
+    """Turn the codes of a contiguous matrix into words, in place; `rows` and `columns` as in `predictions`."""
     if function := compiled_for("add_sums", codes):
         function(codes, rows, columns, *codes.shape)
         return

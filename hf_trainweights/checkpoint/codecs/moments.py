@@ -313,8 +313,18 @@ class UpdateSpace(Codec):
         shape = matrix_shape(tensor.shape)
         second_moments, encoder = references["exp_avg_sq"].view(shape), TileEncoder(tensor, self.step)
         for tile in tiles(*shape):
-            encoder.add(tile, second_moments[tile])
+            encoder.add(tile, self._squares(second_moments[tile]))
         return encoder.finish()
+
+    @staticmethod
+    def _squares(elements: Tensor) -> Tensor:
+        """Return numbers whose roots are the unit, given elements of the reference."""
+        return elements
+
+    @classmethod
+    def _squares_of(cls, reference: Tensor, rows: Rows, columns: slice) -> Placed:
+        """Return such numbers as float32, given the reference and the rows and columns of a tile."""
+        return rows_of(reference, rows, columns, "v")
 
     @classmethod
     @np.errstate(all="ignore")
@@ -327,7 +337,7 @@ class UpdateSpace(Codec):
 
         def decode(rows: Rows, columns: slice, levels: np.ndarray, out: Placed) -> None:
             # The arithmetic and its order are part of the file format.
-            v = rows_of(second_moments, rows, columns, "v")
+            v = cls._squares_of(second_moments, rows, columns)
             if library := compiled.library():
                 library.update_decode(levels, *v, step, *levels.shape, *out)
             else:

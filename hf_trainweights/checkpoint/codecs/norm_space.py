@@ -8,14 +8,14 @@ Payloads and parameters are those of `update-space`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import EncodedTensor, Params, References
+from hf_trainweights.checkpoint.codecs.coding.blocks import Placed, Rows, dense, rows_of, scratch
 from hf_trainweights.checkpoint.codecs.moments import UpdateSpace
 
 
@@ -38,15 +38,11 @@ class NormSpace(UpdateSpace):
 
     codec_id: ClassVar[str] = "norm-space"
 
-    def _encode(self, tensor: Tensor, references: References) -> EncodedTensor:
-        return super()._encode(tensor, _squared(references))
+    @staticmethod
+    def _squares(elements: Tensor) -> Tensor:
+        return elements.to(torch.float32).square()
 
     @classmethod
-    def _decode(
-        cls, payloads: Sequence[Tensor], params: Params, shape: torch.Size, dtype: torch.dtype, references: References
-    ) -> Tensor:
-        return super()._decode(payloads, params, shape, dtype, _squared(references))
-
-
-def _squared(references: References) -> References:
-    return {name: norm.to(torch.float32).square() for name, norm in references.items()}
+    def _squares_of(cls, reference: Tensor, rows: Rows, columns: slice) -> Placed:
+        norms = dense(rows_of(reference, rows, columns, "v"))
+        return np.multiply(norms, norms, out=scratch("squares", norms.shape)), None

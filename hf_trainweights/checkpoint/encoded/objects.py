@@ -1,9 +1,10 @@
-"""The few classes of DeepSpeed whose objects lie in its checkpoints, beside plain values and tensors.
+"""The few classes of other packages whose objects lie in checkpoints, beside plain values and tensors.
 
-A file names a class, and only the classes of this module are ever made from a file. None of them runs code when it is
-made so: an object of `_RECORDS` gets its attributes, a member of `_ENUMS` is found by its number.
+They are DeepSpeed's, and the projectors that GaLore and APOLLO keep among the states of a parameter. A file names a
+class, and only the classes of this module are ever made from a file. None of them runs code when it is made so: an
+object of `_RECORDS` gets its attributes, a member of `_ENUMS` is found by its number.
 
-If DeepSpeed is not installed, a class of the same name and the same attributes stands for each of them.
+If the package is not installed, a class of the same name and the same attributes stands for each of them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ _RECORDS = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.utils.tensor_fragment.fragment_address",
+    "galore_torch.galore_projector.GaLoreProjector",
+    "apollo_torch.svd_projector.GaLoreProjector",
+    "apollo_torch.random_projector.GradientProjector",
 )
 _ENUMS = ("deepspeed.runtime.zero.config.ZeroStageEnum",)
 
@@ -48,14 +52,23 @@ def build_object(name: object, state: Any) -> Any:
 def stand_ins() -> list[Any]:
     """Return a class that stands for each of this module, and its name, as `torch.serialization.safe_globals` takes it.
 
-    DeepSpeed is not imported for it.
+    None of their packages is imported for it.
     """
     return [(_stand_in(name), name) for name in (*_RECORDS, *_ENUMS)]
 
 
-def are_importable() -> bool:
-    """Return whether DeepSpeed is there, without which its objects cannot be pickled."""
-    return "deepspeed" in sys.modules or find_spec("deepspeed") is not None
+def missing_packages(tree: Any) -> set[str]:
+    """Return the packages of objects in a structure's `tree` that are not installed, so they cannot be pickled."""
+    missing: set[str] = set()
+    open_nodes = [tree]
+    while open_nodes:
+        node = open_nodes.pop()
+        name = (node.get("object") or [None])[0] if isinstance(node, dict) else None
+        package = name.partition(".")[0] if name in (*_RECORDS, *_ENUMS) else None
+        if package and package not in sys.modules and find_spec(package) is None:
+            missing.add(package)
+        open_nodes += node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return missing
 
 
 @functools.cache
@@ -63,7 +76,7 @@ def _class_of(name: str) -> Any:
     module, _, own_name = name.rpartition(".")
     try:
         return getattr(importlib.import_module(module), own_name)
-    except Exception:  # DeepSpeed is not installed, or raises anything where it does not suit the machine
+    except Exception:  # the package is not installed, or raises anything where it does not suit the machine
         return _stand_in(name)
 
 

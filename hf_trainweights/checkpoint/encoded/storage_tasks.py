@@ -117,7 +117,7 @@ class _LargeStorage:
     codec: ChunkedCodec
     chunks: Chunks
     sizes: list[int] = field(default_factory=list)
-    flags: list[bool] = field(default_factory=list)
+    flags: list[int] = field(default_factory=list)
 
     def finish(self) -> _Coded:
         """Return the rest of the first piece, which the sections began, and all other pieces."""
@@ -132,7 +132,7 @@ class _Section:
     blocks: Tensor
     crc32: int
     sizes: list[int]
-    flags: list[bool]
+    flags: list[int]
 
 
 def _result_bytes(result: list[_Coded] | _Section) -> int:
@@ -263,7 +263,7 @@ class StorageEncoder:
         tensor, references = self._read(index)
         usable, exact, references = _candidates(tensor, self._storages[index], plan, references)
         codec, *others = usable or exact
-        if others or not isinstance(codec, ChunkedCodec) or tensor.dtype not in codec.dtypes:
+        if others or not isinstance(codec, ChunkedCodec):
             return None
         return _LargeStorage(index, codec, codec.chunks(tensor, references))
 
@@ -334,11 +334,9 @@ def _candidates(
     """Return the usable codecs of the plan, exact codecs in case all of them fail, and the references that fit."""
     references = {name: reference for name, reference in references.items() if reference.shape == tensor.shape}
     missing = {name for name in ("anchor", "exp_avg_sq") if getattr(plan, name) is not None} - references.keys()
-    usable = [
-        codec
-        for codec in plan.candidates
-        if not missing.intersection(codec.references) and (storage.exclusive or codec.lossless)
-    ]
+    taking = [codec for codec in plan.candidates if tensor.dtype in codec.dtypes]
+    exclusive = [codec for codec in taking if storage.exclusive or codec.lossless]
+    usable = [codec for codec in exclusive if not missing.intersection(codec.references)]
     exact: list[Codec] = [Raw()] if tensor.numel() < _RAW_ELEMENTS[1] else []
     if tensor.numel() >= _RAW_ELEMENTS[0]:
         exact.append(Planes())

@@ -134,6 +134,8 @@ def _say_that_states_stay_exact(optimizer_class: str | None) -> None:
         _logger.warning("States of an optimizer whose class the checkpoint does not name stay exact. %s", advice)
     else:
         why = "no rule says how they move weights (see register_update_rule)"
+        if optimizer_class in RULES:
+            why = "they have other keys, shapes or dtypes than its rule"
         _logger.warning("The states of %s stay exact: %s.", optimizer_class, why)
 
 

@@ -5,14 +5,15 @@
 | weight | parameters | delta-uniform, step rms / 4 | delta-uniform, step rms |
 | exp_avg | means that are divided (see update_rules.py) | update-space, step 1/4 | update-space, step 1/2 |
 | momentum | means that are not | row-uniform, step 13/32 | row-uniform, step 1 |
-| exp_avg_sq, maximum, sum, norm | divisors; if exact, planes-rank1 | log-rank1, step 1 | log-rank1, step 2 |
+| exp_avg_sq, maximum, sum, norm | divisors | log-rank1, step 1 | log-rank1, step 2 |
 | buffer | buffers of the module | exact | exact |
 | factor, iterate, other | step counters, averaged weights, states without a rule | exact | exact |
 
-In `lossless` everything is exact. `rms` is the root mean square of a weight's first difference to its anchor. For a
-weight that has no anchor, the last update of Adam or an earlier anchor predicts `rms`. If neither exists, or the weight
-did not change, it is exact. A tensor of fewer than 4096 elements is exact in every mode and under every rule, because
-norms and biases take little space and have much influence.
+In `lossless` everything is exact, and states that a lossy mode would round are stored by planes-magnitudes. `rms` is
+the root mean square of a weight's first difference to its anchor. For a weight that has no anchor, the last update of
+Adam or an earlier anchor predicts `rms`. If neither exists, or the weight did not change, it is exact. A tensor of
+fewer than 4096 elements is exact in every mode and under every rule, because norms and biases take little space and
+have much influence.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from torch import Tensor
 from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, ROLES, SQUARES, Codec
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
-from hf_trainweights.checkpoint.codecs.exact import Planes, PlanesDelta, PlanesRank1
+from hf_trainweights.checkpoint.codecs.exact import Planes, PlanesDelta
 from hf_trainweights.checkpoint.codecs.grouped import Grouped
+from hf_trainweights.checkpoint.codecs.magnitudes import PlanesMagnitudes
 from hf_trainweights.checkpoint.codecs.moments import LogRank1, UpdateSpace
 from hf_trainweights.checkpoint.codecs.norm_space import NormSpace
 from hf_trainweights.checkpoint.codecs.rows import RowUniform
@@ -66,7 +68,7 @@ def _mode(steps_per_rms: int, mean_step: float, momentum_step: float, log_step: 
 
 
 _MODES = {
-    "lossless": _Mode(0, dict.fromkeys(SQUARES, (PlanesRank1(),))),
+    "lossless": _Mode(0, dict.fromkeys(("exp_avg", "momentum", *SQUARES), (PlanesMagnitudes(),))),
     # Half of the rms as a momentum's step moves the loss of Muon by a little more than .002.
     "near-lossless": _mode(4, mean_step=0.25, momentum_step=13 / 32, log_step=1),
     "compact": _mode(1, mean_step=0.5, momentum_step=1.0, log_step=2),

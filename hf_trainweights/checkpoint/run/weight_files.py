@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hf_trainweights.checkpoint.codecs import CODECS
+from hf_trainweights.checkpoint.encoded.objects import missing_packages
 from hf_trainweights.checkpoint.encoded.reader import load_file, report_of
 from hf_trainweights.checkpoint.manifest import FileEntry, reported_rounding
-from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.errors import CorruptFileError, UnsupportedError
 from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import replace_file
 from hf_trainweights.files.reading import DigestedFile, require_regular_file
@@ -63,6 +64,15 @@ def is_lossy(structure: Mapping[str, Any] | None) -> bool:
     storages = structure["storages"] if structure is not None else ()
     # A tensor that was rounded first and then stored by a lossless codec has a bound, too.
     return any("bound" in storage or not CODECS[storage["codec"]].lossless for storage in storages)
+
+
+def require_packages(path: Path, structures: Iterable[Mapping[str, Any]]) -> None:
+    """Check that plain files can hold the objects of encoded ones; UnsupportedError: their package is not installed."""
+    missing = set[str]().union(*(missing_packages(structure["tree"]) for structure in structures))
+    if missing:
+        actual = f"no {' and no '.join(sorted(missing))}, and its files hold some of its objects"
+        next_step = f"Install it: pip install {' '.join(sorted(missing))}."
+        raise UnsupportedError(str(path), "the packages of its objects", actual, next_step)
 
 
 def restore_file(file: Path, structure: Mapping[str, Any]) -> tuple[FileEntry, dict[str, float]]:

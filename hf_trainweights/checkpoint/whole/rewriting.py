@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_trainweights.checkpoint.encoded.objects import stand_ins
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.manifest import PLAIN_MODE, FileEntry, Manifest, add_rounding
 from hf_trainweights.checkpoint.planning.policy import Policy
@@ -35,7 +36,13 @@ from hf_trainweights.checkpoint.run.checkpoints import (
 from hf_trainweights.checkpoint.run.file_checks import SMALL_BYTES, anchor_problem, weights_problem
 from hf_trainweights.checkpoint.run.in_place import Listing, rewriting
 from hf_trainweights.checkpoint.run.job import RewriteJob
-from hf_trainweights.checkpoint.run.weight_files import is_lossy, read_weights, restore_file, weight_files
+from hf_trainweights.checkpoint.run.weight_files import (
+    is_lossy,
+    read_weights,
+    require_packages,
+    restore_file,
+    weight_files,
+)
 from hf_trainweights.checkpoint.run.weights import WEIGHTS_NAME, Weights
 from hf_trainweights.checkpoint.whole.plain_files import to_safetensors
 from hf_trainweights.checkpoint.whole.writer import recorded_states, save_tree, save_weights
@@ -116,15 +123,19 @@ class WholeLayout:
             return listing.write_manifest(Manifest(entries, job.policy.mode, **fields))
 
     def restore(self) -> Manifest:
-        """Replace the files by plain ones that torch.load reads without this package."""
+        """Replace the files by plain ones that torch.load reads without this package.
+
+        UnsupportedError: a package is not installed whose objects the files hold; nothing has changed.
+        """
         path, inventory = self.path, Inventory(self.path)
         previous = intact_manifest(path)
         listing = Listing.read(path, previous)
         roundings, entries = dict(previous.rounded_before) if previous else {}, {}
+        files = {file: listing.structure(file) for file in sorted([*inventory.weight_files, *inventory.other_files])}
+        encoded = {file: structure for file, structure in files.items() if structure is not None}
+        require_packages(path, encoded.values())
         with rewriting(path):
-            for file in sorted([*inventory.weight_files, *inventory.other_files]):
-                if (structure := listing.structure(file)) is None:
-                    continue
+            for file, structure in encoded.items():
                 entries[file.name], rounding = restore_file(file, structure)
                 if rounding:
                     roundings[file.name] = add_rounding(roundings.get(file.name, {}), rounding)
@@ -179,9 +190,13 @@ class Inventory:
 
 
 def load_if_possible(path: Path) -> Any:
-    """Load a torch file as `load_file` does, mapped and on the CPU; None if it is another file or holds more."""
+    """Load a torch file as `load_file` does, mapped and on the CPU; None if it is another file or holds more.
+
+    In a plain file stand-ins take the place of the objects that encoded files may hold, too.
+    """
     try:
-        return load_file(path, mmap=True)
+        with torch.serialization.safe_globals(stand_ins()):
+            return load_file(path, mmap=True)
     except CorruptFileError:
         return None
 

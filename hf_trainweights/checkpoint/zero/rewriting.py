@@ -17,7 +17,6 @@ from typing import Any
 
 from hf_trainweights.checkpoint.encoded.decoder import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import encode_file
-from hf_trainweights.checkpoint.encoded.objects import are_importable
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_structure
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, anchor_file_name
 from hf_trainweights.checkpoint.manifest import (
@@ -38,12 +37,12 @@ from hf_trainweights.checkpoint.run.file_checks import anchor_problem, file_prob
 from hf_trainweights.checkpoint.run.in_place import Listing, rewriting
 from hf_trainweights.checkpoint.run.job import RewriteJob
 from hf_trainweights.checkpoint.run.ranks import Ranks
-from hf_trainweights.checkpoint.run.weight_files import read_weights, restore_file, weight_files
+from hf_trainweights.checkpoint.run.weight_files import read_weights, require_packages, restore_file, weight_files
 from hf_trainweights.checkpoint.run.weights import WEIGHTS_NAME, WeightsAnchor, encoded_entry
 from hf_trainweights.checkpoint.zero.files import TagFiles, tag_directories
 from hf_trainweights.checkpoint.zero.model_files import ModelOrder, RepeatedWeights, repeat, rewrite_models
 from hf_trainweights.checkpoint.zero.rank_files import RankOrder, Rewritten, require_whole_files, rewrite_states
-from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
+from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.atomic import remove_files
 from hf_trainweights.files.disk import lock_directory
 from hf_trainweights.files.staging import remove_abandoned
@@ -112,9 +111,7 @@ class ZeroLayout:
         previous = intact_manifest(self.path)
         listing = self._listing(previous)
         states = (tag / name for tag in self._tags for name in TagFiles(tag).states)
-        if any(map(is_encoded, states)) and not are_importable():
-            actual, next_step = "none, and its files hold some of its objects", "Install it: pip install deepspeed."
-            raise UnsupportedError(str(self.path), "DeepSpeed", actual, next_step)
+        require_packages(self.path, map(read_structure, filter(is_encoded, states)))
         roundings, entries = dict(previous.rounded_before) if previous else {}, {}
         with self._locked():
             files = [*weight_files(self.path), *(tag / name for tag in self._tags for name in TagFiles(tag).names)]

@@ -3,7 +3,7 @@
 
 #include "../../formats/native/clones.h"
 
-int abi(void) { return 3; }
+int abi(void) { return 4; }
 
 // The number of words that stay in the nearest cache while their planes are filled one after the other.
 #define BLOCK 4096
@@ -87,3 +87,92 @@ JOIN(4, uint32_t)
 
 DIFFERENCES(2, uint16_t)
 DIFFERENCES(4, uint32_t)
+
+// `relative` codes words [R, C] by their magnitude less the sum of a number of the row and one of the column. A code is
+// this difference, the sign if `is_signed`, then as many zeros as `spare` says; the difference 0 stands for the magnitude
+// 0. It returns whether a word has no such code: its difference is not positive or does not fit, or its sign is left out.
+// `absolute` undoes it, in place.
+#define MAGNITUDES(BYTES, WORD)                                                                                       \
+    CLONES int64_t relative_##BYTES(const WORD *words, const WORD *rows, const WORD *columns, int64_t R, int64_t C,   \
+                                    int is_signed, int spare, WORD *restrict codes) {                                 \
+        const WORD most = (WORD)((WORD)-1 >> 1), largest = (WORD)((WORD)-1 >> (spare + is_signed));                   \
+        const WORD refused = is_signed ? 0 : 1;                                                                       \
+        WORD misfits = 0;                                                                                             \
+        for (int64_t row = 0; row < R; row++)                                                                         \
+            for (int64_t i = 0; i < C; i++) {                                                                         \
+                WORD word = words[row * C + i], magnitude = word & most, sign = word >> (8 * BYTES - 1);              \
+                WORD change = (WORD)(magnitude - rows[row] - columns[i]);                                             \
+                misfits |= (WORD)((magnitude != 0) & ((WORD)(change - 1) >= largest)) | (sign & refused);             \
+                change = magnitude ? change : 0;                                                                      \
+                codes[row * C + i] = (WORD)((WORD)(change << is_signed | sign) << spare);                             \
+            }                                                                                                         \
+        return misfits;                                                                                               \
+    }                                                                                                                 \
+    CLONES void absolute_##BYTES(WORD *restrict codes, const WORD *rows, const WORD *columns, int64_t R, int64_t C,   \
+                                 int is_signed, int spare) {                                                          \
+        const WORD most = (WORD)((WORD)-1 >> 1), kept = is_signed ? 1 : 0;                                            \
+        for (int64_t row = 0; row < R; row++)                                                                         \
+            for (int64_t i = 0; i < C; i++) {                                                                         \
+                WORD code = (WORD)(codes[row * C + i] >> spare), change = (WORD)(code >> is_signed);                  \
+                WORD magnitude = (WORD)(change + rows[row] + columns[i]) & most;                                      \
+                codes[row * C + i] = (WORD)((change ? magnitude : 0) | (WORD)((code & kept) << (8 * BYTES - 1)));     \
+            }                                                                                                         \
+    }
+
+MAGNITUDES(2, uint16_t)
+MAGNITUDES(4, uint32_t)
+
+// Bytes whose lowest `spare` bits are 0, 2 or 4 bits, are packed in groups of GROUP bytes. A group has 8 / spare parts.
+// The bits of its last part, lowest first, take the spare bits of the others. A shorter last group is filled with zeros.
+#define GROUP 256
+
+#define PACK(SPARE)                                                                                                    \
+    static inline void pack_##SPARE(const uint8_t *group, int64_t part, uint8_t *restrict packed) {                    \
+        const uint8_t *last = group + (8 / SPARE - 1) * part;                                                          \
+        for (int each = 0; each < 8 / SPARE - 1; each++)                                                               \
+            for (int64_t i = 0; i < part; i++)                                                                         \
+                packed[each * part + i] = group[each * part + i] | (last[i] >> SPARE * (each + 1) & ((1 << SPARE) - 1)); \
+    }                                                                                                                  \
+    static inline void unpack_##SPARE(const uint8_t *packed, int64_t part, uint8_t *restrict group) {                  \
+        uint8_t *last = group + (8 / SPARE - 1) * part;                                                                \
+        for (int64_t i = 0; i < part; i++) {                                                                           \
+            uint8_t byte = 0;                                                                                          \
+            for (int each = 0; each < 8 / SPARE - 1; each++) {                                                         \
+                uint8_t stored = packed[each * part + i];                                                              \
+                group[each * part + i] = (uint8_t)(stored & ~((1 << SPARE) - 1));                                      \
+                byte |= (uint8_t)((stored & ((1 << SPARE) - 1)) << SPARE * (each + 1));                                \
+            }                                                                                                          \
+            last[i] = byte;                                                                                            \
+        }                                                                                                              \
+    }
+
+PACK(2)
+PACK(4)
+
+CLONES void pack_bytes(const uint8_t *bytes, int64_t count, int spare, uint8_t *packed) {
+    for (int64_t start = 0; start < count; start += GROUP) {
+        uint8_t filled[GROUP] = {0};
+        int64_t size = count - start < GROUP ? count - start : GROUP, parts = 8 / spare, part = (size + parts - 1) / parts;
+        const uint8_t *group = bytes + start;
+        if (size < GROUP) group = memcpy(filled, group, size);
+        if (spare == 2)
+            pack_2(group, size < GROUP ? part : GROUP / 4, packed);
+        else
+            pack_4(group, size < GROUP ? part : GROUP / 2, packed);
+        packed += (parts - 1) * part;
+    }
+}
+
+CLONES void unpack_bytes(const uint8_t *packed, int64_t count, int spare, uint8_t *bytes) {
+    for (int64_t start = 0; start < count; start += GROUP) {
+        uint8_t filled[GROUP];
+        int64_t size = count - start < GROUP ? count - start : GROUP, parts = 8 / spare, part = (size + parts - 1) / parts;
+        uint8_t *group = size < GROUP ? filled : bytes + start;
+        if (spare == 2)
+            unpack_2(packed, size < GROUP ? part : GROUP / 4, group);
+        else
+            unpack_4(packed, size < GROUP ? part : GROUP / 2, group);
+        if (size < GROUP) memcpy(bytes + start, filled, size);
+        packed += (parts - 1) * part;
+    }
+}

@@ -33,7 +33,8 @@ def measure_all(result: Path):
     measured = {}
     for codec in INSTANCES:
         tensor = squares if codec.codec_id == "log-rank1" else weight
-        measured[repr(codec)] = measure(codec, tensor, {"anchor": anchor, "exp_avg_sq": squares})
+        divisor = weight.abs() if codec.codec_id == "norm-space" else squares
+        measured[repr(codec)] = measure(codec, tensor, {"anchor": anchor, "exp_avg_sq": divisor})
     result.write_text(json.dumps(measured))
 
 

@@ -44,11 +44,19 @@ def golden_input(codec_id, name, dtype):
     if name in REPEATING:
         rare = (torch.arange(shape[0]) % 50 == 7)[:, None]
         second = second * rare
-        first = first * rare if codec_id in MEANS else first
+        first = first * rare if codec_id in (*MEANS, "planes-magnitudes") else first
     if codec_id in ("log-rank1", "planes-rank1"):
         # Whole powers of two times 1 to 1.499; every 50th is zero.
         tensor = torch.ldexp(1 + first.clamp(min=0) / 1000, (second // 40 - 8).float()).to(dtype)
         tensor[(first % 50) == 0] = 0
+        return tensor, {}
+    if codec_id == "planes-magnitudes":
+        # Exponents of rows and columns, and signs; some elements are zeros of either sign.
+        position = torch.arange(torch.Size(shape).numel()).view(shape)
+        exponents = position // shape[-1] % 7 * 2 + position % shape[-1] % 5 + second // 200 - 12
+        signs = 1 if name == "tiles" else first.sign()
+        tensor = torch.ldexp(signs * (1 + first.abs() / 512), exponents.float()).to(dtype)
+        tensor[(first % 50) == 0] *= 0
         return tensor, {}
     if codec_id in MEANS:
         squares = torch.ldexp(1 + second.clamp(min=0) / 1000, (second // 60 - 6).float()).to(dtype)

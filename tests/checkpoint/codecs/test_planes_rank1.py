@@ -73,11 +73,11 @@ def test_means_are_stored_where_they_are_worth_it(shape, stored):
     assert torch.equal(total, torch.full(shape, -9.0 if stored else 0.0))
 
 
-def test_means_ignore_zeros_and_what_is_not_positive():
+def test_means_ignore_zeros_and_signs_and_what_is_no_number():
     tensor = squares(300, 400, rest=0)
     expected = log_means(tensor)
     tensor[::2] = 0
-    tensor[1::4] = -1
+    tensor[1::4] *= -1
     tensor[:, 5] = torch.nan
     rows, columns = log_means(tensor)
     change = (rows[3::4, None] + columns) - (expected[0][3::4, None] + expected[1])

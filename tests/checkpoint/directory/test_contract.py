@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoint.sharded_states import load_stock_trainer, sample_state, save_as_trainer
 from checkpoint.whole.test_rewriting import trainer_directory
-from checkpoint.zero.zero_files import in_trainer, pretended_deepspeed
+from checkpoint.zero.zero_files import in_trainer, pretended_packages
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -58,7 +58,7 @@ class TestZero(LayoutContract):
 
     @pytest.fixture(autouse=True)
     def _deepspeed(self) -> Iterator[None]:
-        with pretended_deepspeed():
+        with pretended_packages():
             yield
 
     def write(self, checkpoint: Path, step: int) -> None:

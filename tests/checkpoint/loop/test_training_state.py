@@ -231,7 +231,7 @@ def test_rules_by_name_reach_the_optimizer(tmp_path):
     save_checkpoint(build_checkpoint(model, optimizer), tmp_path / "a", mode="compact", rules=rules)
     report = read_manifest(tmp_path / "a").files["optimizer.pt"].report["tensors"]
     codecs = {(each["role"], each["name"]): each["codec"] for each in report}
-    assert codecs["exp_avg", "conv.weight"] == "planes"
+    assert codecs["exp_avg", "conv.weight"] == "planes-magnitudes"
     assert codecs["exp_avg", "embed.weight"] == "update-space"
 
 

@@ -62,6 +62,17 @@ def test_lossless_resume_is_bit_identical_to_training_straight_through(
     assert losses.by_step == {step: straight[1][step] for step in range(5, STEPS + 1)}
 
 
+def test_a_resume_that_maps_its_files_is_bit_identical_too(
+    tmp_path: Path, straight: tuple[dict[str, torch.Tensor], dict[int, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer_of(tmp_path, TrainWeightsCheckpointCallback())[0].train()
+    monkeypatch.setattr("torch.utils.serialization.config.load.mmap", True)
+    resumed, losses = trainer_of(tmp_path, TrainWeightsCheckpointCallback())
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert_equal(weights(resumed), straight[0])
+    assert losses.by_step == {step: straight[1][step] for step in range(5, STEPS + 1)}
+
+
 def lora(model: PreTrainedModel) -> nn.Module:
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.2, task_type="CAUSAL_LM")
     return get_peft_model(model, config)

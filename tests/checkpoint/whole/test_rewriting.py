@@ -252,7 +252,7 @@ def test_buffers_and_rules_reach_the_policy(tmp_path):
     moments = {each["path"]: each for each in manifest.files["optimizer.pt"].report["tensors"]}
     assert moments["state.0.exp_avg"]["codec"] == "raw"
     assert moments["state.0.exp_avg"]["name"] == name
-    assert moments["state.0.exp_avg_sq"]["codec"] == "planes-rank1"
+    assert moments["state.0.exp_avg_sq"]["codec"] == "planes-magnitudes"
 
 
 def test_a_rule_that_names_nothing_changes_nothing(tmp_path):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint.zero.zero_files import GROUPS, in_trainer, pretended_deepspeed, write_run, write_zero
+from checkpoint.zero.zero_files import GROUPS, in_trainer, pretended_packages, write_run, write_zero
 from safetensors.torch import save_file
 from simulated_disk import replay
 from torch import Tensor
@@ -26,7 +26,7 @@ STAGES = (1, 2, 3)
 
 def plain_content(tag: Path) -> dict[str, Any]:
     """Load all files as DeepSpeed does, with nothing but torch.load."""
-    with pretended_deepspeed():
+    with pretended_packages():
         return {name: torch.load(tag / name, weights_only=False) for name in TagFiles(tag).names}
 
 
@@ -94,7 +94,7 @@ def test_objects_of_deepspeed_are_not_written_without_it(tmp_path: Path, monkeyp
     (tag,) = write_run(tmp_path, count=1)
     content = plain_content(tag)
     compress_directory(tag)
-    monkeypatch.setattr("hf_trainweights.checkpoint.zero.rewriting.are_importable", lambda: False)
+    monkeypatch.setattr("hf_trainweights.checkpoint.run.weight_files.missing_packages", lambda tree: {"deepspeed"})
     with pytest.raises(UnsupportedError, match="pip install deepspeed"):
         restore_directory(tag)
     assert differences(plain_content(tag), content) == []
@@ -119,7 +119,7 @@ def test_a_trainers_checkpoint_has_one_manifest_and_its_model_becomes_small(tmp_
         assert (checkpoint / "pytorch_model.bin").stat().st_size < 8000
         assert verify_checkpoint(checkpoint).ok
         assert latest(tmp_path) == str(checkpoint)
-    with pretended_deepspeed():
+    with pretended_packages():
         restore_directory(checkpoint)
     assert differences(torch.load(checkpoint / "pytorch_model.bin", weights_only=True), stored) == []
 

@@ -32,8 +32,8 @@ BUFFER = {"positions": torch.arange(5.0)}
 
 
 @contextlib.contextmanager
-def pretended_deepspeed() -> Iterator[None]:
-    """Let classes of DeepSpeed be imported, so that files with its objects can be pickled and loaded."""
+def pretended_packages() -> Iterator[None]:
+    """Let the classes be imported whose objects encoded files may hold, so that plain files can hold them, too."""
     names = [name for _, name in objects.stand_ins()]
     before = dict(sys.modules)
     objects._class_of.cache_clear()
@@ -49,9 +49,10 @@ def pretended_deepspeed() -> Iterator[None]:
         yield
     finally:
         objects._class_of.cache_clear()
-        for name in [name for name in sys.modules if name.split(".")[0] == "deepspeed"]:
+        packages = {name.partition(".")[0] for name in names}
+        for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
             del sys.modules[name]
-        sys.modules.update({name: module for name, module in before.items() if name.split(".")[0] == "deepspeed"})
+        sys.modules.update({name: module for name, module in before.items() if name.partition(".")[0] in packages})
 
 
 def made(class_name: str, state: Any) -> Any:
@@ -89,7 +90,7 @@ def write_zero(
     """Write a checkpoint of ZeRO into the directory of a tag, and return that."""
     tag.mkdir(parents=True, exist_ok=True)
     values, frozen, tied = values_of(groups, step), frozen or {}, tied or {}
-    with pretended_deepspeed():
+    with pretended_packages():
         for rank in range(ranks):
             states = _states_of_third(values, groups, rank, ranks) if stage == 3 else {}
             states = states or _states_of_second(values, groups, rank, ranks, stage)

@@ -252,21 +252,21 @@ class Chunks:
 
     size_bytes: int
     ranges: Sequence[Any]
-    write: Callable[[BlockWriter, Any], bool]
+    write: Callable[[BlockWriter, Any], int]
     has_flags: bool = False
     others: tuple[Tensor, ...] = ()
 
-    def encode(self, ranges: Sequence[Any], most_bytes: float = math.inf) -> tuple[BlockWriter, list[bool]]:
+    def encode(self, ranges: Sequence[Any], most_bytes: float = math.inf) -> tuple[BlockWriter, list[int]]:
         """Encode some chunks; return their blocks and flags. It stops after the chunk that exceeds `most_bytes`."""
         writer = BlockWriter(self.size_bytes * len(ranges) // max(len(self.ranges), 1))
-        flags: list[bool] = []
+        flags: list[int] = []
         for chunk in ranges:
             if writer.size_bytes > most_bytes:
                 break
             flags.append(self.write(writer, chunk))
         return writer, flags
 
-    def finish(self, writer: BlockWriter, flags: Sequence[bool], earlier_sizes: Sequence[int] = ()) -> EncodedTensor:
+    def finish(self, writer: BlockWriter, flags: Sequence[int], earlier_sizes: Sequence[int] = ()) -> EncodedTensor:
         """Return the encoded tensor, given the flags of all chunks.
 
         `writer` has the blocks of all chunks, or only the last ones. Then `earlier_sizes` are the stored sizes of the

@@ -1,9 +1,10 @@
-"""Predicts Adam's exp_avg_sq from its rows and columns, by means of its logarithm; `moments` and `exact` use this.
+"""Predicts magnitudes from their rows and columns, by means of logarithms; `moments`, `exact`, `magnitudes` use this.
 
-The tensor is viewed as a matrix [R, C] (see `levels`). The mean of a row is that of log2 of its elements. The mean of
-a column is that of the residuals: log2 of its elements minus the means of their rows. Both are taken over a sample of
-the positive elements, in units of log2 (1 is a factor of two), and rounded to multiples of 1/128. The sum of both means
-predicts log2 of an element. So R + C numbers predict R * C elements, and the predictions are a matrix of rank 1.
+The tensor is viewed as a matrix [R, C] (see `levels`). The mean of a row is that of log2 of its magnitudes. The mean of
+a column is that of the residuals: log2 of its magnitudes minus the means of their rows. Both are taken over a sample of
+the elements that are not zero, in units of log2 (1 is a factor of two), and rounded to multiples of 1/128. The sum of
+both means predicts log2 of a magnitude. So R + C numbers predict R * C elements, and the predictions are a matrix of
+rank 1.
 
 The payload is one block (see `blocks`) of int16 numbers in units of 1/128: the R means of rows if C >= 16, then the C
 means of columns if R >= 16; all low bytes, then all high bytes. Means that are not stored are zero.
@@ -27,6 +28,9 @@ from hf_trainweights.checkpoint.codecs.coding.blocks import (
 MEAN_UNITS = 128
 """Means are whole multiples of 1 / MEAN_UNITS."""
 
+MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
+"""An octave, a factor of two, is so many bits high in the bit pattern of a float."""
+
 # Rows and columns of fewer elements have no mean: it costs more than it saves.
 _FEWEST_PER_MEAN = 16
 # The mean of a column is taken over at most this many rows that are not zero.
@@ -35,14 +39,15 @@ _ROWS_PER_COLUMN_MEAN = 128
 _COLUMNS_PER_ROW_MEAN = 64
 # Most elements whose logarithms are in memory at once.
 _SUMMED_TILE = 1 << 17
+_BIASES = {torch.float32: 127, torch.bfloat16: 127, torch.float16: 15}
 # Rough logarithms are multiples of 2**-9, so float32 sums of 128 of them are exact in any order.
 _LOG_BITS = 9
 
 
-def log_means(original: Tensor) -> tuple[Tensor, Tensor]:
+def log_means(original: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor]:
     """Return the means of log2 of a matrix's rows, int32 [R], and columns, int32 [C], in units of 1/128.
 
-    They are clipped so that 2 to the power of each mean is a normal float32.
+    They are multiples of `multiple`, and clipped so that 2 to the power of each mean is a normal float32.
     """
     R, C = original.shape
     row_means, column_means = torch.zeros(R, dtype=torch.int32), torch.zeros(C, dtype=torch.int32)
@@ -51,7 +56,7 @@ def log_means(original: Tensor) -> tuple[Tensor, Tensor]:
     for rows, _ in tiles(R, sample.shape[1], _SUMMED_TILE):
         logs, counts[rows] = _rough_logs(sample[rows], 1)
         if C >= _FEWEST_PER_MEAN:
-            row_means[rows] = _fixed_point(logs.sum(1), counts[rows])
+            row_means[rows] = _fixed_point(logs.sum(1), counts[rows], multiple)
     if R >= _FEWEST_PER_MEAN:
         sampled = counts.nonzero().view(-1)  # rows that are not zero
         sampled = sampled[:: -(-len(sampled) // _ROWS_PER_COLUMN_MEAN) or 1]
@@ -59,8 +64,8 @@ def log_means(original: Tensor) -> tuple[Tensor, Tensor]:
         for column in range(0, C, width):
             columns = slice(column, column + width)
             elements = original[:, columns].index_select(0, sampled)
-            residuals, positive_counts = _rough_logs(elements, 0, row_means[sampled, None])
-            column_means[columns] = _fixed_point(residuals.sum(0), positive_counts)
+            residuals, used_counts = _rough_logs(elements, 0, row_means[sampled, None])
+            column_means[columns] = _fixed_point(residuals.sum(0), used_counts, multiple)
     return row_means, column_means
 
 
@@ -84,22 +89,31 @@ def decode_means(codec: type[Codec], payload: Tensor, R: int, C: int) -> tuple[T
     return row_means, column_means
 
 
-def _rough_logs(values: Tensor, dim: int, means: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return log2 of the values minus `means`, and along `dim` the number of positive values, both float32.
+def predictions(row_means: Tensor, column_means: Tensor, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Return two terms whose sum predicts a bit pattern: of rows [R, 1] and columns [C], words of the dtype's size."""
+    octave = 1 << MANTISSA_BITS[dtype]
+    unit = octave // MEAN_UNITS
+    rows, columns = (row_means * unit + _BIASES[dtype] * octave)[:, None], column_means * unit
+    return rows.numpy().astype(f"i{dtype.itemsize}"), columns.numpy().astype(f"i{dtype.itemsize}")
 
-    The logarithm is read from a float's bits, correct to within .09. It is 0 for values that are not positive.
+
+def _rough_logs(values: Tensor, dim: int, means: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return log2 of the magnitudes minus `means`, and along `dim` the number of values but zeros, both float32.
+
+    The logarithm is read from a float's bits, correct to within .09. It is 0 for zeros and NaN.
     """
-    x = np.ascontiguousarray(values.to(torch.float32).numpy())
+    x = np.ascontiguousarray(values.to(torch.float32).abs().numpy())
     bits = x.view(np.int32) >> (23 - _LOG_BITS)
     logs = torch.from_numpy(np.multiply(bits, np.float32(2**-_LOG_BITS), dtype=np.float32, casting="unsafe")).sub_(127)
     if means is not None:
         logs.sub_(means.to(torch.float32) / MEAN_UNITS)
-    is_positive = torch.from_numpy((x > 0).astype(np.float32))
-    return logs.mul_(is_positive), is_positive.sum(dim)
+    is_used = torch.from_numpy((x > 0).astype(np.float32))
+    return logs.mul_(is_used), is_used.sum(dim)
 
 
-def _fixed_point(sums: Tensor, counts: Tensor) -> Tensor:
-    return (sums / counts.clamp(min=1)).clamp_(-126, 127).mul_(MEAN_UNITS).round_().to(torch.int32)
+def _fixed_point(sums: Tensor, counts: Tensor, multiple: int) -> Tensor:
+    means = (sums / counts.clamp(min=1)).clamp_(-126, 127)
+    return means.mul_(MEAN_UNITS / multiple).round_().mul_(multiple).to(torch.int32)
 
 
 def _stored(means: int, elements_per_mean: int) -> int:

@@ -1,0 +1,1 @@
+# a program of DeepSpeed's
