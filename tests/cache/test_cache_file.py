@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers import (
 )
 
 from hf_trainweights import KVCache
+from hf_trainweights.cache.own_states import decode_state, encode_state
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
 
 from .test_kv_cache import HEADS, KINDS, OTHERS, SIZES, encoder_decoder, generate, llama, made, mistral, prompt
@@ -204,6 +206,26 @@ def test_a_damaged_state_is_refused(name: str, tmp_path: Path) -> None:
     changed(tmp_path / "a.safetensors", lambda content, _: change(content["self"][0]))
     with pytest.raises(CorruptFileError, match=message):
         KVCache.load(tmp_path / "a.safetensors", model.config)
+
+
+class Plain:
+    """A layer of a class that is not this package's, with one attribute."""
+
+    def __init__(self, state: Any = None):
+        self.state = state
+
+
+@pytest.mark.parametrize("state", [0.5, math.inf, 3, True, None, torch.bfloat16, {"a": {0: 0.25}}], ids=str)
+def test_the_attributes_of_a_layer_come_back(state: Any) -> None:
+    encoded, tensors = encode_state("self.0", Plain(state))
+    layer = Plain()
+    decode_state(layer, json.loads(json.dumps(encoded)), tensors.__getitem__)
+    assert layer.state == state
+
+
+def test_a_dtype_that_no_cache_has_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"self\.0\.state: expected a number, a tensor or a dict .*found dtype"):
+        encode_state("self.0", Plain(torch.float64))
 
 
 class Strange:

@@ -307,3 +307,19 @@ def test_tokens_before_a_window_are_forgotten_and_cannot_come_back() -> None:
     assert cache.layers[0].length < 500
     with pytest.raises(ConfigError, match="tokens to remove, found 600"):
         cache.crop(-600)
+
+
+@torch.no_grad()
+def test_while_the_past_is_recorded_a_crop_forgets_tokens_before_a_window() -> None:
+    model = mistral()
+    caches = [KVCache(model.config, "int8") for _ in range(2)]
+    caches[0].activate_past_recording()
+    for _ in range(30):
+        for cache in caches:
+            model(prompt(40)["input_ids"], past_key_values=cache)
+    assert caches[0].layers[0].length == 1200
+    caches[0].crop(0)
+    assert caches[0].get_seq_length() == 1200
+    assert caches[0].layers[0].length < 500
+    recorded, expected = (model(prompt(1)["input_ids"], past_key_values=cache).logits for cache in caches)
+    assert torch.equal(recorded, expected)
