@@ -179,7 +179,7 @@ def _encode_delta(job: SaveJob, weights: Weights, candidate: WeightsAnchor, file
                 if not is_exact and weights.as_anchor and len(links) + 1 < MOST_FILES:
                     record = replace(record, sha256="")  # this file becomes the anchor of the next checkpoint
     if job.temporary and isinstance(anchor, Anchor) and not links:
-        remove_files(anchor.files)  # rewriting in place removes them with `write_complete_manifest`
+        remove_files(anchor.files)  # rewriting in place removes them in `Listing.write_manifest`
     return written and EncodedWeights(written, record, links, base)
 
 
