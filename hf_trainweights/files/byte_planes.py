@@ -29,8 +29,9 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LIBRARY = Path(__file__).parent / "native" / "planes.so"
 _ABI = 3
 # The C functions for words of 2 and of 4 bytes, each with the types of its result and arguments in the letters of
-# `load_library`. The last three serve the codecs of checkpoints (`checkpoint/codecs/exact.py`), and planes.c describes
-# them. Words of 8 bytes, which are rare, are only split: numpy is fast enough for the rest.
+# `load_library`: `-alial` returns nothing, and takes an array, a long, an int, an array and a long. The last three
+# serve the codecs of checkpoints (`checkpoint/codecs/exact.py`), and planes.c describes them. Words of 8 bytes, which
+# are rare, are only split: numpy is fast enough for the rest.
 _FOR_WORDS = {
     "split": "-alial",
     "join": "-plia",
@@ -50,7 +51,7 @@ _HUFFMAN_ONLY = zstandard.ZstdCompressionParameters(
     target_length=0,
     write_content_size=True,
 )
-# A frame takes at least so many bytes, so shorter blocks are not coded.
+# A frame takes at least this many bytes, so shorter blocks are not coded.
 _SMALLEST_FRAME = 12
 # A frame that is decoded at once needs no window. This bound refuses a frame that claims a huge one.
 _MAX_WINDOW_BYTES = 1 << 22
