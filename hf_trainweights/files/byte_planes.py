@@ -29,11 +29,10 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LIBRARY = Path(__file__).parent / "native" / "planes.so"
 _ABI = 3
 # The C functions for words of 2 and of 4 bytes, each with the types of its result and arguments in the letters of
-# `load_library`: `-alial` returns nothing, and takes an array, a long, an int, an array and a long. The last three
-# serve the codecs of checkpoints (`checkpoint/codecs/exact.py`), and planes.c describes them. Words of 8 bytes, which
-# are rare, are only split: numpy is fast enough for the rest.
+# `load_library`. The last three serve the codecs of checkpoints (`checkpoint/codecs/exact.py`), and planes.c describes
+# them. Words of 8 bytes, which are rare, are only split: numpy is fast enough for the rest.
 _FOR_WORDS = {
-    "split": "-alial",
+    "split": "-alial",  # returns nothing, and takes an array, a long, an int, an array and a long
     "join": "-plia",
     "add": "-aal",
     "subtract_sums": "-aaalla",

@@ -62,7 +62,7 @@ from hf_trainweights.checkpoint.codecs.coding.levels import SAME, LevelWriter, d
 from hf_trainweights.errors import ConfigError
 
 _PRIME = 4093
-# native/levels.c reads up to so many numbers from any start in the first period of the table.
+# native/levels.c reads up to this many numbers from any start in the first period of the table.
 _COMPILED_DITHER = 1 << 16
 # Beyond these the step or its inverse leaves the range of float32.
 _SMALLEST_STEP, _LARGEST_STEP = 2.0**-120, 2.0**120

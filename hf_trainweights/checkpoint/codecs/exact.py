@@ -207,11 +207,10 @@ class PlanesRank1(ChunkedCodec):
         # Allocated before torch allocates anything: for a shape that is too large numpy raises the MemoryError that
         # `decode` expects, and torch a RuntimeError.
         decoded = empty(matrix, dtype)
-        words = words_of(decoded).reshape(matrix)
+        words = words_of(decoded).reshape(matrix)  # a view, and a tile is contiguous: its `reshape` is a view, too
         predicted = _predictions(*decode_means(cls, payloads[1], *matrix), dtype)
         for index, (rows, columns) in enumerate(tiles(*matrix, CHUNK)):
             out = words[rows, columns]
-            # A tile is contiguous, so that `out.reshape` is a view of the memory of `decoded`.
             _read_planes(reader, index * dtype.itemsize, out.reshape(-1), None if is_difference[index] else dtype)
             if is_difference[index]:
                 _undo_predicted_codes_(out, predicted[0][rows], predicted[1][columns])
@@ -247,7 +246,7 @@ def _unzigzag_(words: np.ndarray) -> np.ndarray:
 
 
 def _sample_step(count: int) -> int:
-    """Return the step from one word of a sample to the next; 4096 words suffice to find the smaller of two codings."""
+    """Return every how many words one goes into a sample of at most 4096, enough to find the smaller of two codings."""
     return count // _SAMPLE + 1
 
 
