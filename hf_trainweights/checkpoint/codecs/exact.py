@@ -21,7 +21,8 @@ difference needs few bits of the exponent. All numbers are integers that wrap ar
     prediction = (r + c) * 2**m / 128 + (bias << m)         r, c in units of 1/128; m mantissa bits of the dtype
     code = 0 if the bits are 0, else 1 + zigzag(bits - prediction)
 
-The chunks of `planes-rank1` are tiles of at most 2**18 elements (`tiles` of `coding/blocks.py`).
+The chunks of `planes-rank1` are tiles of at most 2**18 elements (`tiles` of
+`coding/blocks.py`), each contiguous in memory, so that a `reshape` of it is a view.
 
 All codecs but `raw` have these payloads; itemsize is the bytes of a component:
 
@@ -207,7 +208,7 @@ class PlanesRank1(ChunkedCodec):
         # Allocated before torch allocates anything: for a shape that is too large numpy raises the MemoryError that
         # `decode` expects, and torch a RuntimeError.
         decoded = empty(matrix, dtype)
-        words = words_of(decoded).reshape(matrix)  # a view, and a tile is contiguous: its `reshape` is a view, too
+        words = words_of(decoded).reshape(matrix)
         predicted = _predictions(*decode_means(cls, payloads[1], *matrix), dtype)
         for index, (rows, columns) in enumerate(tiles(*matrix, CHUNK)):
             out = words[rows, columns]
