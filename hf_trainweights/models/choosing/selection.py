@@ -86,7 +86,7 @@ class _Rules:
 
 @dataclass(frozen=True)
 class Choices:
-    """The choices for a module by a configuration, and the rules that gave them: whoever needs either gets these."""
+    """The choices for a module by a configuration, and the rules that gave them."""
 
     module: nn.Module
     config: TrainWeightsConfig

@@ -114,12 +114,12 @@ def test_a_model_with_allocated_formats_reloads_with_equal_outputs_and_saves_equ
 ) -> None:
     architecture = ARCHITECTURES[name]
     model = architecture.build()
-    found = quantize_(model, TrainWeightsConfig(bits=6.5))
+    actual = quantize_(model, TrainWeightsConfig(bits=6.5))
     expected = outputs(model, architecture.inputs(model))
     model.save_pretrained(tmp_path / "first")
     reloaded = architecture.auto_class.from_pretrained(tmp_path / "first")
     assert all(map(torch.equal, outputs(reloaded, architecture.inputs(reloaded)), expected))
-    assert str(summary(reloaded)) == str(found)
+    assert str(summary(reloaded)) == str(actual)
     reloaded.save_pretrained(tmp_path / "second")
     for file in ("model.safetensors", "config.json"):
         assert filecmp.cmp(tmp_path / "first" / file, tmp_path / "second" / file, shallow=False)

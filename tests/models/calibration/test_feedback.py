@@ -52,10 +52,10 @@ def test_inputs_that_do_not_depend_on_one_another_leave_the_codes_as_they_are() 
     form, moments = get_format({"format": "int4"}), Moments(K, torch.device("cpu"))
     weight = torch.randn(N, K, generator=torch.Generator().manual_seed(1))
     moments.add(torch.eye(K), torch.eye(K))
-    found = quantize_with_feedback(weight, form, moments, moments.factor())
-    assert found is not None
+    actual = quantize_with_feedback(weight, form, moments, moments.factor())
+    assert actual is not None
     expected = form.quantize(weight)
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
 def test_a_format_that_gains_nothing_has_no_codes() -> None:

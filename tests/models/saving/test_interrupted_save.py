@@ -109,7 +109,7 @@ class Loader:
 
 
 def is_one_of(found: list[Tensor] | None, models: Iterator[list[Tensor] | None] | list[Any]) -> bool:
-    return found is not None and any(all(map(torch.equal, found, each)) for each in models if each is not None)
+    return found is not None and any(all(map(torch.equal, found, model)) for model in models if model is not None)
 
 
 @pytest.mark.parametrize("name", by_default(DIFFERENT, SAVES))
