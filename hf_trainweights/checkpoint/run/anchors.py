@@ -117,7 +117,11 @@ class AnchorRecord:
         *,
         is_exact: bool,
     ) -> AnchorRecord:
-        """Return the record after a checkpoint was stored against the anchor; `measured_rms` is its drift, if known."""
+        """Return the record after a checkpoint was stored against the anchor.
+
+        `measured_rms` is the drift of the checkpoint by name, as far as it is known. `is_exact` tells that no weight of
+        the checkpoint was rounded.
+        """
         delta_rms = {**self.delta_rms, **measured_rms}
         record = replace(self, saves=self.saves + 1, delta_rms=delta_rms)
         if is_exact and delta_rms:  # in a rounded run only the best one is exact, and its bits compare with no others
@@ -250,7 +254,10 @@ def expected_drift_rms(
 def second_moments(
     optimizer: Mapping[str, Any], names: Mapping[Any, str], optimizer_class: str | None = None
 ) -> dict[str, Tensor]:
-    """Return each parameter's `exp_avg_sq` by name, as a hint for codecs; only parameters that Adam moves have one."""
+    """Return each parameter's `exp_avg_sq` by name, as a hint for codecs; only parameters that Adam moves have one.
+
+    `optimizer_class` is the class of the optimizer, or None if it is unknown.
+    """
     states = adam_states(optimizer, names, optimizer_class)
     moments = {name: state["exp_avg_sq"] for name, state, _ in states}
     return {name: moment for name, moment in moments.items() if moment.dtype in LOSSY_DTYPES}

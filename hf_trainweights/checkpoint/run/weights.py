@@ -38,8 +38,8 @@ from hf_trainweights.files.torch_zip import Writable
 
 WEIGHTS_NAME = "pytorch_model.bin"
 
-# A base serves until its deltas take so many bits per weight more than the first one. From then on a full checkpoint as
-# new anchor costs less within eight saves: it has 10 to 24 bits more than a delta.
+# A base serves until its deltas take this many bits per weight more than the first one. From then on a full checkpoint
+# as new anchor costs less within eight saves: it has 10 to 24 bits more than a delta.
 _BASE_REFRESH_BITS = 2.0
 # Two unrelated weights differ by 1.4 times the rms of one; a fine-tune moves a weight by a thousandth of it. So if the
 # difference exceeds half of the rms, the weight did not begin at the base, and the difference does not show its drift.

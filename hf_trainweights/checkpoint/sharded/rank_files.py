@@ -90,7 +90,7 @@ def write_weights(rank: RankItems) -> list[StoredItem]:
 
 
 def _continues_chain(rank: RankItems, anchors: Sequence[Anchor]) -> bool:
-    """Return whether the weights of a rank, stored as differences to these anchors, become the anchor of the next."""
+    """Return whether the weights of a rank, stored as differences to these anchors, become the next anchor."""
     is_exact = all(plan.is_lossless for plan in rank.orders.plans.values() if is_weight(plan))
     # An encoded file of several weights names one anchor.
     return not is_exact and len(anchors) == 1 and len(anchors[0].files) + 1 < MOST_FILES

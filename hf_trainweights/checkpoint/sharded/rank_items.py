@@ -24,7 +24,7 @@ from hf_trainweights.checkpoint.planning.update_rules import ADAM, OPTIMIZER_ROL
 from hf_trainweights.checkpoint.run.anchors import expected_drift_rms, second_moments
 from hf_trainweights.errors import UnstorableError
 
-# A weight is compared with others of its shape only if so many of its elements, evenly spread, are the same.
+# A weight is compared with others of its shape only if this many of its elements, evenly spread, are the same.
 _SAMPLE_ELEMENTS = 64
 
 # Settings of a parameter's group that the estimate of drift needs, and all that it uses.
