@@ -141,7 +141,7 @@ class KVCache(DynamicCache):
             tokens_to_remove: A negative number: -3 removes three tokens.
 
         Raises:
-            ConfigError: There are not so many, or they are no longer stored; then no layer has changed.
+            ConfigError: Fewer tokens are stored, or a window before them is not any more; then no layer has changed.
         """
         for layer in self.layers:  # all of them raise their errors before any layer changes
             if isinstance(layer, KVLayer):

@@ -162,7 +162,10 @@ def _set_permissions(path: Path, mode: int) -> None:
 
 
 def move_file(source: Path, target: Path, also_replaced: Iterable[Path] = ()) -> None:
-    """Force a file to the disk, then give it its final name in the same directory, durably."""
+    """Force a file to the disk, then give it its final name in the same directory, durably.
+
+    If there is no file of that name yet, the new one gets the permissions of the files `also_replaced`.
+    """
     keep_permissions(source, target, also_replaced)
     disk.file_system.sync_file(source)
     disk.file_system.rename(source, target)

@@ -89,7 +89,10 @@ def write_digests(
     known: Mapping[str, str] | None = None,
     calibration: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write digests of files beside them, taken from `known` or by reading the file; equal files give equal bytes."""
+    """Write digests of files beside them, taken from `known` or by reading the file; equal files give equal bytes.
+
+    The weight files of a `variant` have a file of digests of their own. `calibration` is JSON for the record.
+    """
     known_sha256s = known or {}
     content: dict[str, Any] = {
         "files": {name: _entry(directory / name, known_sha256s.get(name)) for name in names},

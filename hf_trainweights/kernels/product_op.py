@@ -42,8 +42,9 @@ _EXPORTED = (
     "_ZdlPv",  # operator delete
 )
 
-# The bits that each field of `Weight` but N takes in an argument, the first field in the lowest bits. Formats of other
-# programs have a second argument for the last fields.
+# The bits that each field of `Weight` but N takes in an argument, the first field in the lowest bits: the dispatcher
+# takes a time for each argument, so one integer holds several fields. Formats of other programs have a second argument
+# for the last fields.
 _WIDTHS = ((17, 17, 2, 2, 2, 4, 8, 8, 1), (2, 4, 3, 4, 1, 17))
 # The optional tensors that each op takes, the bias and stored tensors, and its numbers.
 _OPS = {
@@ -67,7 +68,7 @@ def multiply(x: Tensor, tensors: Sequence[Tensor], form: Format, bias: Tensor | 
         bias: `[N]` or None.
     """
     N, K = form.shape_of(tensors[0])
-    if not (type(N) is type(K) is int) or x.dim() == 0:
+    if not (type(N) is type(K) is int) or x.dim() == 0:  # a compiler may trace with symbols for sizes
         return None
     product = compiled.find(form, N, K, x.dtype, tensors[1].dtype)
     if product is None or not serves(product):
@@ -114,9 +115,10 @@ def serves(product: Product) -> bool:
 
 
 def prepare(product: Product, qdata: Tensor, scale: Tensor, groups: Sequence[Tensor]) -> MultiplyFew | None:
-    """Return the product of one weight with any x and bias that the op serves, and None for others; None without it.
+    """Return a function from x and bias to the product, or to None if the op does not serve them.
 
-    The op checks its arguments itself: the same checks in Python would take as long as a small product.
+    None in its place if there is no op. The op checks its arguments itself: the same checks in Python would take as
+    long as a small product.
     """
     if not serves(product):
         return None
@@ -138,7 +140,7 @@ def prepare(product: Product, qdata: Tensor, scale: Tensor, groups: Sequence[Ten
 
 
 def describe() -> str:
-    """Return a text that changes with all that decides whether programs call the op, and how."""
+    """Return a part of the keys of cached programs: a text that changes if programs would call the op otherwise."""
     library = compiled.loaded_library()
     return f"{[_schema(name) for name in _OPS]}, {compiled.describe()}, {library is not None and _register(library)}"
 

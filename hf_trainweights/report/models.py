@@ -60,7 +60,7 @@ def measure_weights(
 def model_sections(
     measured: Sequence[Measured], against: Mapping[str, StoredTensor], texts: TextMeasures | None = None
 ) -> list[Section]:
-    """Return the sections of a report on a model."""
+    """Return the sections of a report on a model, measured against the weights of another one, perhaps with texts."""
     formats = _formats_of(measured)
     sections = [Section("With texts", [], f"{'; '.join(texts.lines())}. {_WITH_TEXTS}")] if texts else []
     sections += [

@@ -74,10 +74,11 @@ def load_saved(
 ) -> PreTrainedModel:
     """Load a saved model as the class that its config.json names, with all its weights, to write or compare them.
 
-    Weights that need no conversion are views of the memory-mapped files. Weights that are quantized or decoded go into
-    `spill`, or stay in memory if it is None. UnsupportedError: a layer of the class has no place for a tensor that the
-    files hold for it. A class may lack entire parts that the files have, such as the heads of another task, which
-    Transformers names in its log; `every_tensor` makes that an error too.
+    `dtype` and `options` are arguments of `from_pretrained`. Weights that need no conversion are views of the
+    memory-mapped files. Weights that are quantized or decoded go into `spill`, or stay in memory if it is None.
+    UnsupportedError: a layer of the class has no place for a tensor that the files hold for it. A class may lack entire
+    parts that the files have, such as the heads of another task, which Transformers names in its log; `every_tensor`
+    makes that an error too.
     """
     saved = read_config(source)
     name, cls = saved_class(saved)
