@@ -18,6 +18,7 @@ from hf_trainweights.models.loading.saved_models import load_saved
 from hf_trainweights.notebook import html_table
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
+# Tensors are compared in pieces of this many elements, which take 32 MB in float64.
 _PIECE_ELEMENTS = 1 << 22
 # The value of each 4-bit code; the highest bit is the sign.
 _FLOAT4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)

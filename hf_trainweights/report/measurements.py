@@ -17,6 +17,7 @@ from hf_trainweights.formats.arithmetic import BLOCK_ELEMENTS
 from hf_trainweights.inspection.difference import Difference, difference_of, plain_values
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
+# Rows of noise that stand for the inputs of a layer, and the seed that makes them the same in every report.
 _INPUTS = 32
 _SEED = 0
 _BINS = 64

@@ -55,6 +55,7 @@ _REPEATED_BYTES = 4096
 # The codec that reports name for an object, whose bytes are stored as torch.save wrote them.
 OBJECT_CODEC = "torch.save"
 
+# The number of Unix in a zip archive: the bytes of a file are the same whichever system writes it.
 _UNIX = 3
 # Three records with short names take half as many bytes.
 _MOST_HEADER_BYTES = 1024
