@@ -48,7 +48,7 @@ def build_object(name: object, state: Any) -> Any:
 def stand_ins() -> list[Any]:
     """Return a stand-in of each class of this module, with its name, for `torch.serialization.safe_globals`.
 
-    DeepSpeed is not imported for this.
+    DeepSpeed is not imported for it.
     """
     return [(_stand_in(name), name) for name in (*_RECORDS, *_ENUMS)]
 

@@ -4,7 +4,7 @@
 |---|---|---|---|
 | weight | parameters | delta-uniform, step rms / 4 | delta-uniform, step rms |
 | exp_avg | means that are divided (see update_rules.py) | update-space, step 1/4 | update-space, step 1/2 |
-| momentum | means that are not divided | row-uniform, step 13/32 | row-uniform, step 1 |
+| momentum | means that are not | row-uniform, step 13/32 | row-uniform, step 1 |
 | exp_avg_sq, maximum, sum, norm | divisors; if exact, planes-rank1 | log-rank1, step 1 | log-rank1, step 2 |
 | buffer | buffers of the module | exact | exact |
 | factor, iterate, other | step counters, averaged weights, states without a rule | exact | exact |

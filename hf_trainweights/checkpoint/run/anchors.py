@@ -49,7 +49,8 @@ _RECORD = {
     "interval_steps": "an integer of at least 1, or null",
 }
 
-# A delta that takes one bit per weight more than the first one is twice as large. Then the anchor is too old.
+# If a delta takes this many bits per weight more than the first one, weights have moved twice as far from the anchor.
+# Then the anchor is too old.
 _REFRESH_BITS = 1.0
 MOST_FILES = 5
 """The most files that are needed to read the weights of a rounded checkpoint, its own among them.
@@ -86,7 +87,7 @@ class AnchorRecord:
     interval_steps: int | None = None
 
     def has_aged(self, bits: float) -> bool:
-        """Return whether the newest delta takes more than that many bits per weight beyond the first delta."""
+        """Return whether the newest delta takes over `bits` bits per weight more than the first delta."""
         return self.first_bits is not None and (self.last_bits or 0.0) > self.first_bits + bits
 
     def is_spent(self, anchor_every: int) -> bool:
@@ -240,7 +241,7 @@ def expected_drift_rms(
     beta1) / (1 + beta1)). Measured in a language model from scratch and in a fine-tune, weights move 0.4 to 1.3 times
     as far as estimated, and less while the learning rate falls. `interval_steps` are the training steps between two
     saves, by default those since the start. At most 100 of them count. Parameters without a name are left out, as are
-    parameters that an optimizer other than Adam moves.
+    parameters that an optimizer other than Adam moves; `optimizer_class` is the class, None if it is unknown.
     """
     most_steps = min(interval_steps or _MOST_STEPS, _MOST_STEPS)
     tasks: dict[str, tuple[int, Callable[[], float]]] = {}
