@@ -98,7 +98,7 @@ class KVLayer(CacheLayerMixin):
         pass
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make room for tokens of the sizes and dtype of these."""
+        """Make room for tokens of the sizes and dtype of these keys and values."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.stores = tuple(
             FloatStore(states, _float_dtype(states.dtype) if kind == "bf16" else states.dtype)

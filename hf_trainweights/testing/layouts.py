@@ -105,7 +105,7 @@ class LayoutContract:
     def test_restored_files_are_plain_and_their_manifest_states_what_was_rounded(
         self, run: Path, mode: ModeName
     ) -> None:
-        """They need no other file, and nobody takes rounded values for exact ones, even after another compression."""
+        """The files need no others, and nobody takes rounded values for exact ones, even after another compression."""
         for step in (1, 2):
             compress_directory(run / f"checkpoint-{step}", mode=mode)
         path = run / "checkpoint-2"

@@ -197,7 +197,7 @@ class Groups:
         return self._fields[group] if isinstance(group, str) else group.keys()
 
     def read(self, optimizer: str, parameter: str, keys: Iterable[str]) -> dict[str, Any]:
-        """Return these settings of a parameter's group, as far as the rank has them."""
+        """Return the settings `keys` of a parameter's group, as far as the rank has them."""
         group = self._group(optimizer, parameter)
         if isinstance(group, str):
             return {key: self._load(f"{group}.{key}") for key in keys if key in self._fields[group]}
@@ -210,7 +210,7 @@ class Groups:
         return self._by_parameter[prefix].get(parameter, f"{prefix}.{parameter}")
 
     def _listed(self, prefix: str) -> Iterator[tuple[str, Mapping[str, Any] | str]]:
-        """Yield each parameter of the groups that are stored as a list, with its group or the name of that."""
+        """Yield each parameter of the groups that are stored as a list, with its group or the group's name."""
         if prefix in self._items:
             for group in self._load(prefix):
                 if isinstance(group, Mapping):
