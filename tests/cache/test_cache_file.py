@@ -47,8 +47,8 @@ def test_what_is_generated_from_a_loaded_cache_is_the_same(kind: Any, count: int
     loaded = KVCache.load(tmp_path / "a.safetensors", model.config)
     assert loaded.kinds == cache.kinds
     for more in (1, 90, 3):
-        found, expected = (model(prompt(more)["input_ids"], past_key_values=each).logits for each in (loaded, cache))
-        assert torch.equal(found, expected)
+        actual, expected = (model(prompt(more)["input_ids"], past_key_values=each).logits for each in (loaded, cache))
+        assert torch.equal(actual, expected)
     cache.save(tmp_path / "b.safetensors")
     loaded.save(tmp_path / "c.safetensors")
     assert (tmp_path / "b.safetensors").read_bytes() == (tmp_path / "c.safetensors").read_bytes()
@@ -70,8 +70,8 @@ def test_a_window_goes_on_where_it_was(tmp_path: Path) -> None:
     model, cache = saved_window(tmp_path / "a.safetensors")
     loaded = KVCache.load(tmp_path / "a.safetensors", model.config)
     assert loaded.get_seq_length() == 480
-    found, expected = (model(prompt(3)["input_ids"], past_key_values=each).logits for each in (loaded, cache))
-    assert torch.equal(found, expected)
+    actual, expected = (model(prompt(3)["input_ids"], past_key_values=each).logits for each in (loaded, cache))
+    assert torch.equal(actual, expected)
 
 
 def test_both_caches_of_an_encoder_decoder_are_saved(tmp_path: Path) -> None:
@@ -178,8 +178,8 @@ def test_states_that_transformers_keeps_are_saved_too(name: str, tmp_path: Path)
     model, cache = saved(tmp_path / "a.safetensors", model=made(HYBRIDS[name]()))
     loaded = KVCache.load(tmp_path / "a.safetensors", model.config)
     for more in (1, 1, 3):
-        found, expected = (model(prompt(more)["input_ids"], past_key_values=each).logits for each in (loaded, cache))
-        assert torch.equal(found, expected)
+        actual, expected = (model(prompt(more)["input_ids"], past_key_values=each).logits for each in (loaded, cache))
+        assert torch.equal(actual, expected)
     loaded.save(tmp_path / "b.safetensors")
     cache.save(tmp_path / "c.safetensors")
     assert (tmp_path / "b.safetensors").read_bytes() == (tmp_path / "c.safetensors").read_bytes()

@@ -208,19 +208,19 @@ def test_weights_under_other_names_are_all_there_or_their_checkpoint_is_passed_o
         replace_weights(path, renamed(stored))
         compress_directory(path)
 
-    found, killed = [], []
+    actual, killed = [], []
     for when in replay(root, action, monkeypatch):
         is_offered = latest(root) == str(path)
         loaded = loaded_by_transformers(path)
         expected = renamed(stored) if is_offered or "module.w" in loaded else stored
         assert loaded.keys() == expected.keys(), when
         assert all(torch.equal(loaded[name], expected[name]) for name in expected), when
-        found.append((is_offered, verify_checkpoint(path).ok))
-        killed += found[-1:] * (", killed:" in when)
+        actual.append((is_offered, verify_checkpoint(path).ok))
+        killed += actual[-1:] * (", killed:" in when)
     assert killed == sorted(killed)
     # From the module's names a Trainer resumes exactly: they are there before anything is encoded.
     assert {(False, False), (True, False)} < set(killed)
-    assert set(found[-len(OUTCOMES) :]) == {(True, True)}
+    assert set(actual[-len(OUTCOMES) :]) == {(True, True)}
 
 
 def test_restoring_in_place_can_be_loaded_at_every_moment(tmp_path, monkeypatch):

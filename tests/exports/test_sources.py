@@ -23,7 +23,7 @@ def test_tensors_within_other_outputs_are_outputs_too() -> None:
         wanted = model(**inputs, output_hidden_states=True)
         found = NamedCall(model, {"output_hidden_states": True})(**inputs)
         ordered = OrderedCall(model, list(inputs), {"output_hidden_states": True})(*inputs.values())
-    tensors = [each for each in tree_leaves(wanted.to_tuple()) if isinstance(each, Tensor)]
+    tensors = [leaf for leaf in tree_leaves(wanted.to_tuple()) if isinstance(leaf, Tensor)]
     assert len(found) == len(tensors) > 8
     assert torch.equal(found["text_model_output.last_hidden_state"], wanted.text_model_output.last_hidden_state)
     assert torch.equal(found["vision_model_output.hidden_states.0"], wanted.vision_model_output.hidden_states[0])

@@ -163,9 +163,9 @@ def test_float8_gives_what_is_not_finite_as_float_weights_do(name: str, value: f
     x = random_weight(17, 128)
     x[1, 3] = value
     expected = x[1] @ Float8E4M3().dequantize(tensors, (20, 128), torch.float32).t()
-    found = product(usual(name), Float8E4M3(), tensors, x)
-    assert torch.equal(found[1].nan_to_num(), expected.nan_to_num())
-    assert found.isfinite().all(1).tolist() == [m != 1 for m in range(17)]
+    actual = product(usual(name), Float8E4M3(), tensors, x)
+    assert torch.equal(actual[1].nan_to_num(), expected.nan_to_num())
+    assert actual.isfinite().all(1).tolist() == [m != 1 for m in range(17)]
 
 
 @every_dtype

@@ -61,11 +61,11 @@ class Training(Scenario):
     def check_kill(self) -> None:
         """The newest whole checkpoint is at most a step behind, and holds what training had then."""
         steps = [int(path.stem) for path in (self.run / "steps").glob("*.pt")]
-        found = latest(self.run / "out")
-        if found is None:
+        actual = latest(self.run / "out")
+        if actual is None:
             require(max(steps, default=0) <= 1, f"no checkpoint to resume from after step {max(steps, default=0)}")
             return
-        checkpoint = Path(found)
+        checkpoint = Path(actual)
         step = checkpoint_step(checkpoint)
         require(step >= max(steps) - 1, f"the newest checkpoint is of step {step}, training was at {max(steps)}")
         exact = self.mode == "lossless"

@@ -70,7 +70,7 @@ def checkpoint(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         reader,
         "anchor_paths",
-        lambda sha256, _: [each / f"{sha256}{ANCHOR_SUFFIX}" for each in reader._directories],
+        lambda sha256, _: [directory / f"{sha256}{ANCHOR_SUFFIX}" for directory in reader._directories],
     )
     return path
 

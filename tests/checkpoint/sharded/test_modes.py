@@ -48,14 +48,14 @@ def rows(path: Path) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("number", range(3))
 def test_both_readers_find_the_same_within_the_bounds_of_the_manifest(run: tuple[str, Path], number: int) -> None:
     mode, directory = run
-    found = load(directory / str(number), TrainWeightsReader, whole_state(9))
-    assert differing(load(directory / str(number), FileSystemReader, whole_state(9)), found) == []
-    rounded, expected = differing(found, whole_state(number)), dict(leaves(whole_state(number)))
+    actual = load(directory / str(number), TrainWeightsReader, whole_state(9))
+    assert differing(load(directory / str(number), FileSystemReader, whole_state(9)), actual) == []
+    rounded, expected = differing(actual, whole_state(number)), dict(leaves(whole_state(number)))
     reported = rows(directory / str(number))
     assert {name for name, row in reported.items() if row["bound"] is not None} >= set(rounded)
     assert (mode == "lossless") == (rounded == [])
     assert all(expected[name].numel() >= SIZE_FLOOR and expected[name].is_floating_point() for name in rounded)
-    for name, value in leaves(found):
+    for name, value in leaves(actual):
         if name in rounded and reported[name]["role"] == "weight":
             error = (value.double() - expected[name].double()).abs().max().item()
             assert error <= reported[name]["bound"] * 1.0001

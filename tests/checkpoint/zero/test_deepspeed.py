@@ -100,8 +100,8 @@ def test_deepspeed_goes_on_exactly_from_what_became_small(tmp_path: Path, kind: 
         compress_directory(small / tag)
         assert size_bytes(small / tag) < 0.95 * size_bytes(plain / tag)
     shutil.rmtree(small / "any name 1")
-    found = run_ranks(RANKS, go_on, small, kind, timeout_seconds=400)[0]
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    actual = run_ranks(RANKS, go_on, small, kind, timeout_seconds=400)[0]
+    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
 
 
 def outline(value: Any) -> Any:
