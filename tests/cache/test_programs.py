@@ -155,11 +155,11 @@ def test_a_program_writes_to_the_cache_that_it_was_called_with_alone() -> None:
     first = filled(model)
     steps(forward, first, 3)
     second = copy.deepcopy(first)
-    found = steps(forward, first, 4)
+    logits = steps(forward, first, 4)
     assert second.get_seq_length() == 73
-    assert torch.equal(steps(forward, second, 4), found)
+    assert torch.equal(steps(forward, second, 4), logits)
     first.crop(-4)
-    assert torch.equal(steps(forward, first, 4), found)
+    assert torch.equal(steps(forward, first, 4), logits)
 
 
 # PyTorch looks at the gradient of an activation where a program ends and goes on.

@@ -93,10 +93,10 @@ def run(tmp_path):
 def test_a_save_leaves_the_old_or_the_new_checkpoint(run, monkeypatch, anchor_every):
     steps, killed = [], []
     for when in replay(run, lambda: write_example(run, 3, anchor_every=anchor_every), monkeypatch):
-        found = load_checkpoint(latest(run))
-        steps.append(found["step"])
-        killed += [found["step"]] * (", killed:" in when)
-        assert is_example(found, found["step"]), when
+        loaded = load_checkpoint(latest(run))
+        steps.append(loaded["step"])
+        killed += [loaded["step"]] * (", killed:" in when)
+        assert is_example(loaded, loaded["step"]), when
     assert set(steps) == {2, 3}
     assert set(steps[-len(OUTCOMES) :]) == {3}
     assert killed == sorted(killed)
@@ -116,19 +116,19 @@ def test_a_save_that_needs_several_anchors_leaves_the_old_or_the_new_checkpoint(
         write(step)
     steps = []
     for when in replay(root, lambda: write(4), monkeypatch):
-        found = load_checkpoint(latest(root))
-        steps.append(found["step"])
-        assert (found["model"]["w"] - example(found["step"])["model"]["w"]).abs().max() < 1e-3, when
-        assert len(list((root / f"checkpoint-{found['step']}").glob("*.anchor"))) == found["step"] - 1, when
+        loaded = load_checkpoint(latest(root))
+        steps.append(loaded["step"])
+        assert (loaded["model"]["w"] - example(loaded["step"])["model"]["w"]).abs().max() < 1e-3, when
+        assert len(list((root / f"checkpoint-{loaded['step']}").glob("*.anchor"))) == loaded["step"] - 1, when
     assert set(steps) == {3, 4}
 
 
 def test_removing_a_checkpoint_leaves_it_whole_or_gone(run, monkeypatch):
     steps = []
     for when in replay(run, lambda: remove_checkpoint(run / "checkpoint-2"), monkeypatch):
-        found = load_checkpoint(latest(run))
-        steps.append(found["step"])
-        assert is_example(found, found["step"]), when
+        loaded = load_checkpoint(latest(run))
+        steps.append(loaded["step"])
+        assert is_example(loaded, loaded["step"]), when
     assert set(steps) == {1, 2}
 
 
@@ -370,10 +370,10 @@ def test_sigkill_at_any_time_leaves_a_whole_checkpoint_to_go_on_from(tmp_path):
         time.sleep(delay_seconds)
         os.kill(child, signal.SIGKILL)
         assert exit_code_of(child) == -signal.SIGKILL
-        found = load_checkpoint(latest(tmp_path / "run"))
-        assert torch.equal(found["model"]["weight"], torch.full((64, 64), float(found["step"])))
-        assert found["step"] >= reached
-        reached = found["step"]
+        loaded = load_checkpoint(latest(tmp_path / "run"))
+        assert torch.equal(loaded["model"]["weight"], torch.full((64, 64), float(loaded["step"])))
+        assert loaded["step"] >= reached
+        reached = loaded["step"]
     assert reached >= 3
 
 

@@ -114,8 +114,8 @@ class TorchScriptFile:
         export_torchscript(model, path, inputs)
 
     def outputs(self, path: Path, inputs: Inputs) -> list[Tensor]:
-        found = torch.jit.load(path)(*inputs.values())
-        return list(found) if isinstance(found, tuple) else [found]
+        outputs = torch.jit.load(path)(*inputs.values())
+        return list(outputs) if isinstance(outputs, tuple) else [outputs]
 
     def stored(self, path: Path) -> Iterator[Stored]:
         yield from map(Stored.of, unique(torch.jit.load(path).state_dict().values()))

@@ -221,9 +221,9 @@ def test_the_smallest_and_the_largest_rows_are_multiplied(
     for M in (5, 130):
         x = (random_weight(M, 128).clamp_(-1, 1) * top).to(dtype)
         exact = x.double() @ form.dequantize(tensors, (20, 128), torch.float64).t()
-        found = product(library, form, tensors, x).double()
+        outputs = product(library, form, tensors, x).double()
         # One digit counts steps of 1e-33 at least.
-        torch.testing.assert_close(found, exact, rtol=0.1, atol=max(1e-33, 0.01 * top))
+        torch.testing.assert_close(outputs, exact, rtol=0.1, atol=max(1e-33, 0.01 * top))
 
 
 def use(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -111,15 +111,15 @@ class TrainerLossless(Training):
 
     def train(self, root: Path) -> dict[str, Any]:
         """Resume from `latest`, into a model whose own weights are of no use."""
-        found = latest(root)
+        newest = latest(root)
         model = build(self.architecture)
-        if found is not None:
+        if newest is not None:
             for parameter in model.parameters():
                 nn.init.constant_(parameter, 0.5)
         callback = TrainWeightsCheckpointCallback(mode=self.mode, anchor_every=ANCHOR_EVERY, on_error="raise")
         options = {"max_steps": STEPS, "save_steps": 1, "save_total_limit": KEEP, "logging_strategy": "no"}
         trainer, _ = trainer_of(root, _Noting(self), callback, model=model, **options)
-        trainer.train(resume_from_checkpoint=found)
+        trainer.train(resume_from_checkpoint=newest)
         return model.state_dict()
 
     def load(self, checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:

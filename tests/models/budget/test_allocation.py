@@ -95,15 +95,15 @@ def test_formats_are_allocated_alike_in_memory_and_from_files(
     model.save_pretrained(tmp_path / "float", max_shard_size="50KB")
     config = TrainWeightsConfig(**budget)
     loaded = architecture.auto_class.from_pretrained(tmp_path / "float", quantization_config=config)
-    found = quantize_(model, config)
+    quantized = quantize_(model, config)
     assert config == TrainWeightsConfig(**budget)
     for each, out in ((loaded, "loaded"), (model, "in_place")):
         each.save_pretrained(tmp_path / out)
     assert filecmp.cmp(*(tmp_path / out / "model.safetensors" for out in ("loaded", "in_place")), shallow=False)
     assert loaded.hf_quantizer.quantization_config.plan == model.hf_quantizer.quantization_config.plan
-    assert str(summary(loaded)) == str(found)
+    assert str(summary(loaded)) == str(quantized)
     if "bits" in budget:
-        assert quantized_bits(found) <= budget["bits"]
+        assert quantized_bits(quantized) <= budget["bits"]
     else:
         assert (tmp_path / "loaded" / "model.safetensors").stat().st_size <= budget["size"]
 
@@ -142,8 +142,8 @@ def test_the_saved_allocation_makes_the_same_model_without_choosing_again(tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [4.5, *exhaustive(5.0, 6.0, 7.0)])
 def test_bits_are_met_within_a_hundredth(bits: float) -> None:
-    found = quantize_(layers().bfloat16(), TrainWeightsConfig(bits=bits))
-    assert 0.99 * bits <= quantized_bits(found) <= bits
+    quantized = quantize_(layers().bfloat16(), TrainWeightsConfig(bits=bits))
+    assert 0.99 * bits <= quantized_bits(quantized) <= bits
 
 
 @pytest.mark.slow

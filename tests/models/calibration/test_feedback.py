@@ -38,14 +38,14 @@ def test_products_with_known_inputs_are_nearer(config: dict[str, Any], inputs: T
     seen, unseen = inputs[:3000], inputs[3000:]
     moments = Moments(K, weight.device)
     moments.add(seen, seen)
-    found = quantize_with_feedback(weight, form, moments, moments.factor())
-    assert found is not None
+    quantized = quantize_with_feedback(weight, form, moments, moments.factor())
+    assert quantized is not None
 
     def error(tensors: dict[str, Tensor]) -> float:
         difference = form.dequantize(tensors, weight.shape, torch.float32) - weight.float()
         return (unseen @ difference.t()).norm().item()
 
-    assert error(found) < 0.75 * error(form.quantize(weight))
+    assert error(quantized) < 0.75 * error(form.quantize(weight))
 
 
 def test_inputs_that_do_not_depend_on_one_another_leave_the_codes_as_they_are() -> None:
