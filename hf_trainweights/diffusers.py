@@ -78,7 +78,7 @@ class TrainWeightsDiffusersQuantizer(DiffusersQuantizer):
         return torch_dtype or torch.float32
 
     def adjust_target_dtype(self, torch_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype by which `device_map="auto"` counts quantized weights."""
+        """Return the dtype by which `device_map="auto"` counts quantized weights: too many bytes for 4-bit formats."""
         return torch.int8
 
     def get_special_dtypes_update(self, model: nn.Module, torch_dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -171,7 +171,7 @@ class TrainWeightsDiffusersQuantizer(DiffusersQuantizer):
     def _dequantize(self, model: Any) -> Any:
         dequantize_weights(model)
         self.forget(model)
-        # diffusers deletes it when this returns.
+        # `forget` has deleted the attribute. diffusers will delete it once more, so put it back.
         model.hf_quantizer = self
         return model
 

@@ -58,7 +58,7 @@ class MissingAnchorError(TrainWeightsError, FileNotFoundError):
     """A checkpoint's file cannot be read, because the weights that it was stored relative to are missing.
 
     Such weights are called the anchor. A run stores most checkpoints as differences from the weights of an earlier one,
-    which each directory holds as a file named `....anchor`, or from the model that a fine-tune starts from.
+    which each directory holds as a file named `<digest>.anchor`, or from the model that a fine-tune starts from.
     """
 
 

@@ -64,7 +64,7 @@ def load_library(path: Path, functions: Mapping[str, str], abi: int) -> ctypes.C
         fault = str(error)
     if fault:
         _logger.warning(
-            "%s was compiled from other sources than those beside it, so slower ways serve (%s). "
+            "%s was compiled from other sources than those beside it, so slower code is used instead (%s). "
             "Run `pip install -e .` again.",
             path,
             fault,

@@ -25,7 +25,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON."
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 _SHOWN_CHARACTERS = 2000
-# If stderr is no terminal, a command reports after so many seconds that it is still at work.
+# If stderr is no terminal, a command reports after this many seconds that it is still at work.
 FIRST_LINE_SECONDS = 10.0
 
 # Functions that the advice in the library's errors names, and the commands that do the same.

@@ -57,7 +57,7 @@ def _print(comparison: Comparison, differing: list[Difference], top: int | None)
 
 
 def _print_outputs(calibrated: Calibrated) -> None:
-    """Print each block's output errors without and with calibration: it lowers these and raises errors of weights."""
+    """Print the output errors of each block: calibration lowers these, and raises the errors of single weights."""
     table = Table(("outputs of, % off",), right=("without texts", "with texts"))
     for name, errors in calibrated.blocks.items():
         table.add_row(name, *(f"{100 * error:.3g}" for error in errors))

@@ -21,7 +21,7 @@ from hf_trainweights_cli.main import app, main
 def run(*arguments: object, width: int = 80) -> Any:
     """Run the command; `width` is that of the boxes in which wrong usage is shown."""
     environment = {"COLUMNS": str(width)}
-    return CliRunner().invoke(app, [str(each) for each in arguments], env=environment, catch_exceptions=False)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env=environment, catch_exceptions=False)
 
 
 def run_json(*arguments: object, exit_code: int = 0) -> Any:

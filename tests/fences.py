@@ -64,7 +64,7 @@ def product(
     out = Fenced(M * N * x.itemsize, at_end)
     scratch = Fenced(library.product_bytes(ctypes.addressof(weight), M, threads), at_end)
     addresses = [None if each is None else each.address for each in (*given, out)]
-    numbers = [*(None if each is None else each.address for each in groups), *[None] * compiled.OTHERS][
+    numbers = [*(None if group is None else group.address for group in groups), *[None] * compiled.OTHERS][
         : compiled.OTHERS
     ]
     library.product(ctypes.addressof(weight), *addresses, M, threads, scratch.address, *numbers)

@@ -175,7 +175,10 @@ def replay(root, action, monkeypatch):
             shutil.rmtree(root)
         if index < len(recording.calls):
             call, *arguments = recording.calls[index]
-            state.apply(call, *(each.relative_to(root) if isinstance(each, Path) else each for each in arguments))
+            state.apply(
+                call,
+                *(argument.relative_to(root) if isinstance(argument, Path) else argument for argument in arguments),
+            )
 
 
 class FailingDisk(disk.FileSystem):

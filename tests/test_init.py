@@ -151,7 +151,7 @@ def test_transformers_knows_the_method() -> None:
 
 def test_files_may_call_two_functions_and_name_them_by_the_package_alone() -> None:
     ours = [each for each in get_safe_globals() if getattr(each, "__module__", "").startswith("hf_trainweights")]
-    assert {f"{each.__module__}.{each.__qualname__}" for each in ours} == {
+    assert {f"{our.__module__}.{our.__qualname__}" for our in ours} == {
         "hf_trainweights.decode_file",
         "hf_trainweights.rebuild_quantized_tensor",
     }

@@ -49,7 +49,7 @@ def test_a_model_is_saved_loaded_and_saved_over(options: dict[str, Any], tmp_pat
         ids = torch.arange(8).view(1, -1)
         assert torch.equal(reloaded(ids).logits, model(ids).logits)
         model = reloaded
-    assert [each.name for each in tmp_path.iterdir() if each.name.startswith(disk.TEMPORARY_PREFIX)] == []
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(disk.TEMPORARY_PREFIX)] == []
 
 
 @pytest.mark.slow

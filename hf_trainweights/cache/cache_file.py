@@ -36,6 +36,7 @@ from hf_trainweights.kernels.tokens import BLOCK_TOKENS, TokenFormat
 _ENTRY, _VERSION = "trainweights_kv_cache", 1
 _SIDES = ("keys", "values")
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+# No memory holds a tensor of this size: a larger number in a file is damage.
 _LARGEST = 1 << 40
 _AGAIN = "Make the cache again from the prompt."
 
@@ -118,30 +119,31 @@ class CacheFile:
         """
         names = {name for name in ("self", "cross") if name in self._content}
         counts = {name: len(layers) for name, layers in caches.items()}
-        stored = {name: len(self._rows(name)) for name in names}
+        stored = {name: len(self._layers_of(name)) for name in names}
         if counts != stored:
             expected = f"a cache of {', '.join(f'{count} layers ({name})' for name, count in counts.items())}"
             in_file = ", ".join(f"{count} layers ({name})" for name, count in stored.items())
             raise ConfigError(str(self.path), expected, in_file, "Load it for the model that it was made for.")
         with torch.device("cpu"), safe_open(self.path, framework="pt") as file:
             for name, layers in caches.items():
-                for index, (layer, sizes) in enumerate(zip(layers, self._rows(name), strict=True)):
+                for index, (layer, sizes) in enumerate(zip(layers, self._layers_of(name), strict=True)):
                     if sizes is not None:
                         self._fill_layer(f"{name}.{index}", layer, sizes, file)
 
-    def _rows(self, name: str) -> list[Any]:
-        rows = self._content[name]
-        if not isinstance(rows, list):
-            raise self._corrupt(f"a list of layers of {name}", repr(rows)[:80])
-        return rows
+    def _layers_of(self, name: str) -> list[Any]:
+        """Return the descriptions of the layers of the cache that is called `self` or `cross` in the file."""
+        layers = self._content[name]
+        if not isinstance(layers, list):
+            raise self._corrupt(f"a list of layers of {name}", repr(layers)[:80])
+        return layers
 
     def _fill_layer(self, name: str, layer: Any, sizes: Any, file: Any) -> None:
+        """Put stored tokens into a layer; `sizes` is its description in the file."""
         is_kv_layer = isinstance(layer, KVLayer)
-        if is_kv_layer == (type(sizes) is dict and "class" in sizes):
-            expected, stored = (
-                type(layer).__name__,
-                sizes.get("class", "keys and values") if type(sizes) is dict else sizes,
-            )
+        describes_class = type(sizes) is dict and "class" in sizes
+        if is_kv_layer == describes_class:  # one of the two is a class of Transformers, the other is not
+            expected = type(layer).__name__
+            stored = sizes.get("class", "keys and values") if type(sizes) is dict else sizes
             next_step = "Load it for the model that it was made for."
             raise ConfigError(f"{self.path}, {name}", f"a {expected}", f"{stored!r:.80}", next_step)
         if not is_kv_layer:
@@ -153,7 +155,7 @@ class CacheFile:
             raise ConfigError(f"{self.path}, {name}", "all tokens", "those of a sliding window", next_step)
         stores: list[Store] = []
         for side, kind, D in zip(_SIDES, self.kinds, columns, strict=True):
-            # Tokens that are floats use only the `columns` of this; there is no `TokenFormat` of 16 bits.
+            # A store of floats needs only `form.columns`: 8 is a placeholder, because no `TokenFormat` has 16 bits.
             form = TokenFormat(8 if kind == "bf16" else BITS[kind], side == "keys", D)
             stores.append(self._store(f"{name}.{side}", kind, form, (batch, heads, length), file))
         layer.stores, layer.dropped = (stores[0], stores[1]), dropped
@@ -197,8 +199,8 @@ class CacheFile:
             if f"{name}.channels" in self._header:
                 shapes["channels"] = (batch, heads, 2, form.columns)
         tensors = {key: self._tensor(f"{name}.{key}", key, shape, file) for key, shape in shapes.items()}
-        made = FloatStore if "rows" in shapes else IntegerStore
-        return made.from_tensors(tensors, length, form)
+        store_class = FloatStore if "rows" in shapes else IntegerStore
+        return store_class.from_tensors(tensors, length, form)
 
     def _tensor(self, name: str, key: str, shape: tuple[int, ...], file: Any) -> Tensor:
         entry = self._header.get(name)

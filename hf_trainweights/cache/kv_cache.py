@@ -12,7 +12,8 @@ from hf_trainweights.cache.layers import BITS, KVLayer
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.models.host.caches import Cache, DynamicCache, EncoderDecoderCache, dynamic_layer, layer_types
 
-# The types of layers that become a `KVLayer`, each with the option that is its window. Transformers makes all others.
+# The types of layers that become a `KVLayer`, each with the option that is its window. Transformers makes the layers of
+# all other types. It passes the size of a chunk as `sliding_window`, because a cache may drop the same tokens then.
 _WINDOWS = {"full_attention": None, "sliding_attention": "sliding_window", "chunked_attention": "sliding_window"}
 
 
@@ -24,8 +25,9 @@ class KVCache(DynamicCache):
 
     `"bf16"` holds keys and values as they are in models of 16 bits; the logits are those of Transformers'
     `DynamicCache` to the last bit. `"int8"` takes half, `("int8", "int4")` two fifths and `"int4"` a quarter of the
-    bytes. Channels of keys are centred and divided by their magnitude among the first tokens, at least 64, which are
-    held as floats until then. So channels far larger than others cost no precision.
+    bytes. The first 64 tokens stay floats until all of them are there. They give the mean and the magnitude of each
+    channel of the keys, by which all keys are centred and divided. So channels far larger than others cost no
+    precision.
 
     On a CPU the compiled library attends to the codes themselves. The codes are dequantized first where there is no
     library, on other devices, for eager attention and for gradients. Linear attention and state spaces keep
@@ -139,11 +141,11 @@ class KVCache(DynamicCache):
             tokens_to_remove: A negative number: -3 removes three tokens.
 
         Raises:
-            ConfigError: There are not so many, or they are no longer stored; then no layer has changed.
+            ConfigError: Fewer tokens are stored, or a window before them is not any more; then no layer has changed.
         """
-        for layer in self.layers:
+        for layer in self.layers:  # all of them raise their errors before any layer changes
             if isinstance(layer, KVLayer):
-                layer.tokens_to_remove(tokens_to_remove)
+                layer.count_to_remove(tokens_to_remove)
         super().crop(tokens_to_remove)
 
 

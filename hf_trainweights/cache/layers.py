@@ -19,10 +19,10 @@ from hf_trainweights.kernels.tokens import BLOCK_TOKENS
 from hf_trainweights.models.host.caches import CacheLayerMixin
 
 BITS = {"bf16": 16, "int8": 8, "int4": 4}
-# So many tokens show how large each channel of the keys is; fewer are held as floats. docs/kv_cache.md measures it.
+# This many tokens show how large each channel of the keys is; fewer are held as floats. docs/kv_cache.md measures it.
 LEAST_TOKENS = 64
-# Tokens before a window that stay. Assisted generation removes the last tokens again if they were guessed wrong; then
-# the window reaches as much further back.
+# Tokens before a window that stay. Assisted generation removes the last tokens again if they were guessed wrong. For
+# each token that it removes, the window reaches one token further back.
 _SLACK_TOKENS = 128
 
 
@@ -41,8 +41,10 @@ class KVLayer(CacheLayerMixin):
         self.kinds = key_kind, value_kind
         self.window = self.sliding_window = window
         self.is_sliding = window is not None
-        # Transformers sets it if it may remove the last tokens: then none before the window is dropped until `crop`.
+        # Transformers sets it while it may remove the last tokens. Then `crop` drops tokens before the window, and not
+        # `update`. Transformers also resets it.
         self.record_past = False
+        self._number: Tensor | None = None
         self._clear()
         super().__init__()
 
@@ -102,7 +104,7 @@ class KVLayer(CacheLayerMixin):
         pass
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make room for tokens of the sizes and dtype of these."""
+        """Make room for tokens of the sizes and dtype of these keys and values."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.stores = tuple(
             FloatStore(states, _float_dtype(states.dtype) if kind == "bf16" else states.dtype)
@@ -130,8 +132,11 @@ class KVLayer(CacheLayerMixin):
         return self._record is not None and not torch.is_grad_enabled()
 
     def _update_in_program(self, *states: Tensor) -> tuple[Tensor, Tensor]:
-        """Put the op that stores tokens into the program that Dynamo traces; it calls `store_at` when that runs."""
-        dropped = self._tokens_to_drop()
+        """Put the op that stores tokens into the program that Dynamo traces.
+
+        When the program runs, the op calls `store_at`, and Dynamo repeats the assignments to `dropped` and `length`.
+        """
+        dropped = 0 if self.record_past else self._tokens_to_drop()
         before = self.length - dropped
         shapes = [(x.shape[0], x.shape[1], x.shape[3]) for x in states]
         # Tokens of other sizes are refused by Python, which knows the error to raise.
@@ -158,7 +163,7 @@ class KVLayer(CacheLayerMixin):
         self._require_same_sizes(*states)
         self._drop(dropped)
         for store, x in zip(self._stores, states, strict=True):
-            store.length = at
+            store.length = at  # Dynamo repeats a crop within the program only at its end, so it is not done yet
             store.append(x)
 
     def attend(self, query: Tensor, tokens: slice, mask: Tensor | None, is_causal: bool, scaling: float) -> Tensor:
@@ -178,9 +183,8 @@ class KVLayer(CacheLayerMixin):
             self._clear()
             self.lazy_initialization(key_states, value_states)
         self._require_same_sizes(key_states, value_states)
-        dropped = self._tokens_to_drop()
-        self._drop(dropped)
-        self.dropped += dropped
+        if not self.record_past:
+            self._drop_before_window()
         count, before = key_states.shape[2], self.length
         first = self._first_of(before)
         if self._waits and before + count >= LEAST_TOKENS:
@@ -246,10 +250,10 @@ class KVLayer(CacheLayerMixin):
         return 0 if self.window is None else max(0, before - self.window + 1)
 
     def _tokens_to_drop(self) -> int:
-        """Return how many tokens before the window to drop now: 0 until they are more than those of the window."""
-        if self.window is None or self.record_past or self.length <= 2 * (self.window + _SLACK_TOKENS):
+        """Return how many tokens before the window to drop: 0 until `window + 2 * _SLACK_TOKENS` are exceeded there."""
+        if self.window is None or self.length <= 2 * (self.window + _SLACK_TOKENS):
             return 0
-        # A multiple of 16, because codes lie in blocks of so many tokens.
+        # A multiple of 16, because codes lie in blocks of 16 tokens.
         return (self.length - self.window - _SLACK_TOKENS) // BLOCK_TOKENS * BLOCK_TOKENS
 
     def _drop(self, count: int) -> None:
@@ -257,12 +261,17 @@ class KVLayer(CacheLayerMixin):
         for store in self._stores if count else ():
             store.drop(count)
 
+    def _drop_before_window(self) -> None:
+        count = self._tokens_to_drop()
+        self._drop(count)
+        self.dropped += count
+
     def activate_past_recording(self) -> None:
-        """Keep all tokens until `crop` says which are wanted."""
+        """Let `crop` drop tokens before the window from now on, and no longer `update`."""
         self.record_past = True
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many tokens `query_length` new ones attend to, themselves included, and the first's position."""
+        """Return how many tokens `query_length` new ones attend to, these included, and the position of the first."""
         length = self.get_seq_length()
         if self.window is None:
             return length + query_length, 0
@@ -276,11 +285,11 @@ class KVLayer(CacheLayerMixin):
         """Return the window; -1 where there is none."""
         return -1 if self.window is None else self.window
 
-    def tokens_to_remove(self, number: int) -> int:
+    def count_to_remove(self, number: int) -> int:
         """Return how many tokens `crop(number)` removes.
 
-        A negative `number` is so many tokens, a positive one, as Transformers 5.17 calls it, the length that is left.
-        ConfigError: there are not so many, or a window that ends before them is no longer stored.
+        -3 removes three tokens. A positive `number`, which Transformers 5.17 passes, is the length that is left.
+        ConfigError: fewer tokens are stored, or the window of the last token that is left is no longer stored.
         """
         number = int(number)  # Transformers 5.17 may pass a tensor
         count = -number if number <= 0 else max(0, self.get_seq_length() - number)
@@ -291,10 +300,11 @@ class KVLayer(CacheLayerMixin):
         return count
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens, as many as `tokens_to_remove` says."""
-        count = self.tokens_to_remove(tokens_to_remove)
+        """Remove the last tokens, and drop those that lie far before the window. -3 removes three tokens."""
+        count = self.count_to_remove(tokens_to_remove)
         for store in self.stores:
             store.truncate(store.length - count)
+        self._drop_before_window()
 
     def reset(self) -> None:
         """Forget all tokens, and the means and magnitudes of the keys' channels."""
@@ -315,7 +325,7 @@ class KVLayer(CacheLayerMixin):
         self.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Put so many copies of each sequence in its place."""
+        """Put `repeats` copies of each sequence in its place."""
         if self.stores:
             self.select(torch.arange(self.stores[0].shape[0]).repeat_interleave(repeats))
 

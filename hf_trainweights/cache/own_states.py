@@ -14,12 +14,13 @@ from torch import Tensor
 
 from hf_trainweights.errors import UnsupportedError
 
+# The dtypes of the models whose caches a file may hold: `cache_file` refuses others.
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _FLOATS}
 
 
 def encode_state(name: str, layer: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the attributes of a layer as JSON, and its tensors by name. `name` is the layer's, as `self.3`.
+    """Return the attributes of a layer as JSON, and its tensors by name. `name` is the layer's in a file, as `self.3`.
 
     UnsupportedError: an attribute is none of those that a file can hold.
     """
@@ -34,11 +35,11 @@ def _encode(name: str, value: Any, tensors: dict[str, Tensor]) -> Any:
         return {"tensor": name}
     if isinstance(value, dict) and all(type(key) in (int, str) for key in value):
         return {"items": [[key, _encode(f"{name}.{key}", item, tensors)] for key, item in value.items()]}
-    if isinstance(value, torch.dtype):
+    if isinstance(value, torch.dtype) and value in _FLOATS:
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):
         return {"device": None}
-    if value is None or type(value) in (bool, int):
+    if value is None or type(value) in (bool, int, float):
         return value
     next_step = "Process the prompt again where the cache is needed."
     raise UnsupportedError(name, "a number, a tensor or a dict of these", type(value).__name__, next_step)
@@ -60,13 +61,13 @@ def decode_state(layer: Any, state: Any, read: Callable[[str], Tensor]) -> None:
         # A new layer has None for most attributes, and these may get any value: only the others show a type to check.
         if isinstance(expected, dict) and (not isinstance(value, dict) or value.keys() != expected.keys()):
             raise ValueError(f"{key} without {', '.join(map(str, expected))}")
-        if type(expected) in (bool, int) and type(value) is not type(expected):
+        if type(expected) in (bool, int, float) and type(value) is not type(expected):
             raise ValueError(f"{key} that is no {type(expected).__name__}")
     vars(layer).update(decoded)
 
 
 def _decode(value: Any, read: Callable[[str], Tensor]) -> Any:
-    if value is None or type(value) in (bool, int):
+    if value is None or type(value) in (bool, int, float):
         return value
     kind, content = next(iter(value.items())) if type(value) is dict and len(value) == 1 else (None, None)
     if kind == "tensor" and type(content) is str:

@@ -33,10 +33,10 @@ class CachedStates(Tensor):
     Args:
         store: The tokens; a `ProgramStore` while torch.compile traces a program.
         first: The index of the first token to read.
-        dtype: The dtype that the tensor shows.
+        dtype: The dtype of the tensor, and of the floats that it is dequantized to.
         repeats: How often each head stands in the tensor.
         is_expanded: Whether the repeats are a dimension of their own, behind the heads.
-        stop: The index behind the last token to read; by default that behind all stored ones.
+        stop: The index behind the last token to read; by default the number of stored tokens.
     """
 
     _store: IntegerStore | ProgramStore
@@ -190,10 +190,10 @@ def attend_to_stores(
     Args:
         query: `[batch, query heads, rows, columns]`; the heads of the keys divide the query heads.
         keys: The keys of the layer.
-        values: Its values.
+        values: The values of the layer.
         tokens: The tokens to attend to, from `start` to before `stop`.
-        mask: As for PyTorch.
-        is_causal: Likewise.
+        mask: The `attn_mask` of PyTorch's function, or None.
+        is_causal: The `is_causal` of PyTorch's function.
         scaling: The factor of the scores.
 
     Returns:
@@ -211,8 +211,8 @@ def attend_to_stores(
 class _ProgramStates(CachedStates):
     """Stored keys or values while torch.compile traces a program (`cache/programs.py`).
 
-    Dynamo accepts a tensor of a subclass only if `__tensor_flatten__` splits it into plain tensors. These are `order`
-    and `record`, the inputs of the ops that read the tokens.
+    Dynamo accepts a tensor of a subclass only if `__tensor_flatten__` splits it into plain tensors: here `order` and
+    `record`, the inputs of the ops that read the tokens.
     """
 
     _store: Any  # a ProgramStore

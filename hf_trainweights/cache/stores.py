@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_trainweights.kernels.tokens import BLOCK_TOKENS, StoredTokens, TokenFormat
 
-# Keys are divided by the magnitude of their channel, or if that is smaller by this part of the median channel's.
+# Keys are divided by the magnitude of their channel, but by no less than this part of the median channel's magnitude.
 _SMALLEST_CHANNEL = 1 / 16
 _SMALLEST_MAGNITUDE = 1e-6
 
@@ -92,7 +92,7 @@ class FloatStore:
 class IntegerStore:
     """Tokens of 8 or 4 bits. Keys are equalized: each column, less its mean, is divided by its magnitude.
 
-    The tokens that the store begins with give both.
+    Mean and magnitude are those of the tokens that the store begins with.
     """
 
     def __init__(self, stored: StoredTokens):
@@ -120,7 +120,7 @@ class IntegerStore:
     def of(cls, x: Tensor, bits: int, is_key: bool, counted: Tensor) -> IntegerStore:
         """Store tokens x `[batch, heads, n, columns]`.
 
-        `counted`, bool `[batch, n]`, says which tokens give the means and magnitudes: `distinct_tokens`.
+        `counted`, bool `[batch, n]`, says which tokens give means and magnitudes: `distinct_tokens` returns it.
         """
         batch, heads, _, columns = x.shape
         stored = StoredTokens.empty(TokenFormat(bits, is_key, columns), batch, heads, device=x.device)
@@ -217,7 +217,7 @@ def distinct_tokens(values: Tensor) -> Tensor:
 
 
 def _channels(keys: Tensor, counted: Tensor) -> Tensor:
-    """Return float32 `[batch, heads, 2, columns]`: the mean of each column, and its root mean square around that."""
+    """Return float32 `[batch, heads, 2, columns]`: the mean and the standard deviation of each column."""
     weight = counted[:, None, :, None].to(torch.float32)
     count, keys = weight.sum(2, keepdim=True), keys.float()
     mean = (keys * weight).sum(2, keepdim=True) / count

@@ -328,8 +328,9 @@ def total_rounding(manifest: Manifest) -> dict[str, float]:
 def with_earlier_rounding(manifest: Manifest, previous: Manifest | None, encoded: Collection[str]) -> Manifest:
     """Carry the rounding that the previous manifest records into a new one, as `rounded_before` and mode.
 
-    `encoded` are the files that were encoded since then: `rounded_before` gets the errors of their old reports. If
-    another file was rounded, the mode becomes the lossier one of both manifests, or stays if no file was encoded.
+    `encoded` are the files that were encoded since the previous manifest: `rounded_before` gets the errors of their old
+    reports. If a file that was not encoded since had been rounded, the new mode is the lossier one of both manifests,
+    or that of the previous one if no file was encoded.
     """
     if previous is None:
         return manifest

@@ -46,8 +46,8 @@ def _plain_tensors(model: nn.Module, target: Target) -> dict[QuantizedTensor, di
     tensors = {}
     for weight, name in names.items():
         _check(name, weight)
-        columns = {name: tensor for name, tensor in weight.tensors.items() if name == COLUMN_SCALE}
-        tensors[weight] = target.buffers(weight, uses[weight]) | columns
+        column_scale = {key: tensor for key, tensor in weight.tensors.items() if key == COLUMN_SCALE}
+        tensors[weight] = target.buffers(weight, uses[weight]) | column_scale
     return tensors
 
 
@@ -65,7 +65,7 @@ def _use_of(module: nn.Module, name: str, weight: QuantizedTensor) -> Use:
 
 
 def _check(name: str, weight: QuantizedTensor) -> None:
-    if weight.format.unpack({name: tensor.to("meta") for name, tensor in weight.tensors.items()}) is None:
+    if weight.format.unpack({key: tensor.to("meta") for key, tensor in weight.tensors.items()}) is None:
         raise UnsupportedError(
             name,
             "a format that tells by which plain ops it is unpacked (Format.unpack)",

@@ -21,6 +21,7 @@ from hf_trainweights.models.loading.saved_models import load_saved
 from hf_trainweights.models.saving.saved_tensors import whole_state_dict
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
+# The sizes of inputs that are made up.
 _BATCH, _LENGTH = 2, 8
 
 # The inputs that a caller passes: one tensor, several arguments in order, or several by name.

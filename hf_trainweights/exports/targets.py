@@ -231,10 +231,11 @@ class OnnxRuntime(Onnx):
         )
 
     def _blocks(self, weight: PlainWeight) -> tuple[int, Tensor, Tensor, Tensor | None] | None:
-        """Return the inputs of MatMulNBits for a weight `[N, K]`: stored as blocks, or unpacked to blocks; else None.
+        """Return the inputs of MatMulNBits for a weight `[N, K]`, stored as blocks or unpacked to blocks.
 
-        They are the bits of a code, unsigned codes as uint8 `[N, blocks, bytes]`, float32 scales `[N, blocks]`, and
-        zero points as uint8 `[N, bytes]`, packed like codes. The zero points are None for the middle of all codes.
+        The inputs are the bits of a code, unsigned codes as uint8 `[N, blocks, bytes]`, float32 scales `[N, blocks]`,
+        and zero points as uint8 `[N, bytes]`, packed like codes; no zero points (None) stand for the middle of all
+        codes. In place of all inputs None, if the weight cannot be unpacked to blocks.
         """
         if "blocks" in weight.buffers:
             return _bits(weight), weight.buffers["unsigned"], weight.buffers["blocks"], None

@@ -1,7 +1,7 @@
 """Files and directories that appear complete or not at all, whenever the process or the machine stops.
 
-Data is forced to the disk (fsync) before the file gets its name. A name is durable, it survives a power failure, once
-its directory has been fsynced as well. Until then the file has a temporary name and a lock, its claim, by which others
+Data is forced to the disk (fsync) before the file gets its name. A name is durable (survives a power failure) once its
+directory has been fsynced as well. Until then the file has a temporary name and a lock, its claim, by which others
 see that its writer lives (`files/disk.py`). `save_errors` turns errors of the operating system into errors with advice.
 Source: T. S. Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014, sections 3 and 4.
 """
@@ -33,7 +33,7 @@ SHOWN_PREFIXES = (".nfs", ".fuse_hidden")
 
 _BUFFER_BYTES = 1 << 20
 _LARGE_BYTES = 16 << 20
-# After so many bytes each time the disk begins to write, while the process encodes the next ones.
+# The disk begins to write after each run of this many bytes, while the process encodes the next ones.
 _STARTED_BYTES = 16 << 20
 # The answers of file systems without hard links (FAT, object stores through FUSE, Docker bind mounts, ...).
 _NO_LINK_ERRNOS = frozenset(
@@ -162,7 +162,10 @@ def _set_permissions(path: Path, mode: int) -> None:
 
 
 def move_file(source: Path, target: Path, also_replaced: Iterable[Path] = ()) -> None:
-    """Force a file to the disk, then give it its final name in the same directory, durably."""
+    """Force a file to the disk, then give it its final name in the same directory, durably.
+
+    If there is no file of that name yet, the new one gets the permissions of the files `also_replaced`.
+    """
     keep_permissions(source, target, also_replaced)
     disk.file_system.sync_file(source)
     disk.file_system.rename(source, target)
@@ -178,7 +181,7 @@ def create_directory(path: Path) -> Iterator[Path]:
     require_vacant(path)
     make_directories(path.parent)
     claim = claim_directory(path.parent)
-    # In a directory inside the claimed one, which is locked: the caller may want to lock the directory that it gets.
+    # The caller may lock the directory that it gets, and the claimed one is locked already. So it gets one inside.
     temporary = claim.path / path.name
     try:
         disk.file_system.mkdir(temporary)

@@ -32,7 +32,7 @@ _ABI = 4
 # `load_library`. From `add` on they serve the codecs of checkpoints (`checkpoint/codecs/exact.py`), and planes.c
 # describes them. Words of 8 bytes, which are rare, are only split: numpy is fast enough for the rest.
 _FOR_WORDS = {
-    "split": "-alial",
+    "split": "-alial",  # returns nothing, and takes an array, a long, an int, an array and a long
     "join": "-plia",
     "add": "-aal",
     "subtract_sums": "-aaalla",
@@ -53,7 +53,7 @@ _HUFFMAN_ONLY = zstandard.ZstdCompressionParameters(
     target_length=0,
     write_content_size=True,
 )
-# A frame takes at least so many bytes, so shorter blocks are not coded.
+# A frame takes at least this many bytes, so shorter blocks are not coded.
 _SMALLEST_FRAME = 12
 # A frame that is decoded at once needs no window. This bound refuses a frame that claims a huge one.
 _MAX_WINDOW_BYTES = 1 << 22

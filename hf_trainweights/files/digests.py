@@ -11,10 +11,11 @@ One JSON object that carries its own digest, see `reading.sign_json`:
       "versions": {"hf_trainweights": "...", "safetensors": "...", "torch": "...", "transformers": "..."}
     }
 
-`quantization_config_sha256` is the digest of the same part of config.json, as canonical JSON. That part says how the
-codes are read; people edit the rest. The first files of digests lack it. A calibrated model also has `calibration`: the
-number of tokens, and the errors of its blocks' outputs without texts and with them. The weight files of a variant have
-a file of digests of their own, `trainweights_files.<variant>.json`. Digests find damage, not forgery.
+`quantization_config_sha256` is the digest of `quantization_config` in config.json, as canonical JSON. That part says
+how the codes are read; people edit the rest. Files by the first versions of this package lack it. A calibrated model
+also has `calibration`: the number of tokens, and the errors of its blocks' outputs without texts and with them. The
+weight files of a variant have a file of digests of their own, `trainweights_files.<variant>.json`. Digests find damage,
+not forgery.
 """
 
 from __future__ import annotations
@@ -88,7 +89,10 @@ def write_digests(
     known: Mapping[str, str] | None = None,
     calibration: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write digests of files beside them, taken from `known` or by reading the file; equal files give equal bytes."""
+    """Write digests of files beside them, taken from `known` or by reading the file; equal files give equal bytes.
+
+    The weight files of a `variant` have a file of digests of their own. `calibration` is JSON for the record.
+    """
     known_sha256s = known or {}
     content: dict[str, Any] = {
         "files": {name: _entry(directory / name, known_sha256s.get(name)) for name in names},

@@ -104,7 +104,10 @@ def _hide_from_those_who_may_not_read(new: Path, directory: Path) -> None:
     mode = open_to = stat.S_IMODE(new.stat().st_mode)
     for path in filter(Path.is_file, directory.iterdir()):
         readable = path.stat().st_mode
-        mode &= ~(stat.S_IRWXG * (not readable & stat.S_IRGRP) | stat.S_IRWXO * (not readable & stat.S_IROTH))
+        if not readable & stat.S_IRGRP:
+            mode &= ~stat.S_IRWXG
+        if not readable & stat.S_IROTH:
+            mode &= ~stat.S_IRWXO
     if mode != open_to:
         disk.file_system.chmod(new, mode)
 
@@ -197,8 +200,12 @@ def _undo_interrupted(staging: Path, directory: Path) -> None:
 
 
 def _is_one_step(arriving: list[str], leaving: list[str]) -> bool:
-    """Return whether one rename or removal, that of an entry point, changes a loader from the old files to the new."""
-    opened = _opened_first({*arriving, *leaving})
+    """Return whether one rename or removal changes a loader from the old files to the new ones.
+
+    It does if loaders open a single one of the files directly, or if they open entry points alone: a loader takes the
+    one that it looks for first, which moves last. A shard that is overwritten would belong to both models.
+    """
+    opened = _opened_directly({*arriving, *leaving})
     overwritten = [name for name in arriving if name in leaving and is_shard(name)]
     return not overwritten and (len(opened) == 1 or all(entry_point_rank(name) is not None for name in opened))
 
@@ -206,16 +213,16 @@ def _is_one_step(arriving: list[str], leaving: list[str]) -> bool:
 def _swap_in_one_step(staging: Path, directory: Path, arriving: list[str], leaving: list[str]) -> None:
     _move([name for name in arriving if is_shard(name)], staging / _NEW, directory)
     # The file that a loader looks for first arrives last. Among the files that only leave, it leaves last.
-    opened = _opened_first(arriving)
+    opened = _opened_directly(arriving)
     for name in reversed(opened):
         if name in leaving:
             make_directories((staging / _OLD / name).parent)
             link_or_copy(directory / name, staging / _OLD / name)
         _move([name], staging / _NEW, directory)
-    for name in reversed(_opened_first(leaving)):
+    for name in reversed(_opened_directly(leaving)):
         if name not in opened:
             _move([name], directory, staging / _OLD)
-    _move([name for name in leaving if name not in _opened_first(leaving)], directory, staging / _OLD)
+    _move([name for name in leaving if name not in _opened_directly(leaving)], directory, staging / _OLD)
     _move([name for name in arriving if name not in opened and not is_shard(name)], staging / _NEW, directory)
 
 
@@ -242,8 +249,8 @@ def _undo(staging: Path, directory: Path, arriving: list[str], leaving: list[str
     left = [name for name in leaving if (staging / _OLD / name).exists()]
     arrived = [name for name in arriving if (name in left or name not in leaving) and (directory / name).exists()]
     if _is_one_step(arriving, leaving):
-        _move([name for name in left if name not in _opened_first(left)], staging / _OLD, directory)
-        for name in _opened_first(left):
+        _move([name for name in left if name not in _opened_directly(left)], staging / _OLD, directory)
+        for name in _opened_directly(left):
             _move([name], staging / _OLD, directory)
         # Remove the new files without an old file of the name: entry points before the shards that they name.
         remove_files(directory / name for name in sorted(arrived, key=is_shard) if name not in left)
@@ -280,8 +287,8 @@ def _forget(staging: Path) -> None:
             disk.file_system.sync_directory(staging)
 
 
-def _opened_first(names: Iterable[str]) -> list[str]:
-    """Return the files that loaders open without an index, all but shards, cards and digests, entry points first."""
+def _opened_directly(names: Iterable[str]) -> list[str]:
+    """Return the files that loaders open without an index, all but shards, cards and digests; entry points first."""
     read = [name for name in names if is_read_by_loaders(name) and not is_shard(name)]
     return [*_entry_points(read), *_others(read)]
 

@@ -5,6 +5,7 @@
 | `qdata` | 4 bits: `[*, N, K // 8]`; 2, 3, 5, 6 bits: `[*, N, K // 32 * bits]`; 8 bits: `[*, N, K]` | int32, uint8 |
 | `scale`, `group_scale` | as the coding `scales` stores them (`scale_codings`) | |
 | `zero_point` | `[*, N, bytes]`, codes packed as in `group_scales`; of 8 bits or one a row: `[*, N, G]` | uint8 |
+| `zero_point` that is no integer | `[*, N, G]` | the dtype of `scale` |
 | `bias` | `[*, N, G]` | the dtype of `scale` |
 
 4 bits are packed as in `packing`, 2, 3, 5 and 6 bits as in `planes`. Codes count from 0.
@@ -139,13 +140,13 @@ class Affine(Format):
         """Return codes, the tensors of the scales, and `zero_point` or `bias`."""
         *lead, K = shape
         G = K // (self.group_size or K) if K else 0
-        columns = {"qdata": (_packed_size(K, self.bits), torch.uint8 if self.bits == 8 else torch.int32)}
-        columns |= self.coding.columns(G, scale_dtype)
+        sizes = {"qdata": (_packed_size(K, self.bits), torch.uint8 if self.bits == 8 else torch.int32)}
+        sizes |= self.coding.columns(G, scale_dtype)
         if self.offset in ("bias", "float_zero_point"):
-            columns[OFFSETS[self.offset] or ""] = (G, scale_dtype)
+            sizes[OFFSETS[self.offset] or ""] = (G, scale_dtype)
         elif self.offset != "none":
-            columns["zero_point"] = (packed_bytes(G, self.bits) if self.bit_packed else G, torch.uint8)
-        return {name: ((*lead, size), dtype) for name, (size, dtype) in columns.items()}
+            sizes["zero_point"] = (packed_bytes(G, self.bits) if self.bit_packed else G, torch.uint8)
+        return {name: ((*lead, size), dtype) for name, (size, dtype) in sizes.items()}
 
     def shape_of(self, qdata: Tensor) -> tuple[int, ...]:
         """Return `[*, N, K]`."""
@@ -171,7 +172,7 @@ class Affine(Format):
         codes = _codes_of(octets_of(tensors["qdata"]), self.bits)
         scale, zeros, offset = self._parameters(tensors, codes.size(-1))
         if self.scales == "plain":
-            scale = tensors["scale"]
+            scale = tensors["scale"]  # in its own dtype, in which an exported graph holds it
         if isinstance(zeros, int):
             codes, zeros = (codes - zeros if zeros else codes), None
         lowest = -self._fixed_zero()
@@ -224,7 +225,7 @@ def _packed_columns(bits: int) -> int:
 
 
 def _packed_size(K: int, bits: int) -> int:
-    """Return the number of bytes, of 8 bits, or else of words that hold K codes."""
+    """Return how many elements of `qdata` hold K codes: bytes for codes of 8 bits, int32 words for others."""
     return K if bits == 8 else K * bits // 32
 
 
@@ -262,7 +263,7 @@ class _Columns(ColumnCodes):
             self.begin_group(0, weight.float().t())
 
     def begin_group(self, group: int, values: Tensor) -> None:
-        """Choose the clipping with the smallest squared error."""
+        """Choose the clipping with the smallest squared error for a group's columns, `values` `[group_size, N]`."""
         groups, first = values.t().unsqueeze(1).contiguous(), group * len(values)
         importance = self._importance[first : first + len(values)]
         scale, zeros = _search(groups, self._form.bits, self._scale.dtype, importance)
@@ -270,7 +271,7 @@ class _Columns(ColumnCodes):
         self._current = scale, zeros, scale.float().flatten()
 
     def encode(self, column: int, values: Tensor) -> Tensor:
-        """Choose the nearest codes."""
+        """Choose the nearest codes of a column, and return their dequantized values."""
         scale, zeros, factor = self._current
         codes = _encode(values.view(-1, 1, 1), scale, zeros, self._form.bits).flatten()
         self._codes[column] = codes
@@ -300,7 +301,7 @@ def _search(groups: Tensor, bits: int, dtype: torch.dtype, importance: Tensor | 
     chosen: tuple[Tensor, Tensor, Tensor] | None = None
     for clipping in _CLIPPINGS.get(bits, (1.0,)):
         # A code that would overflow with this scale is clamped.
-        scale = round_scale(covering * clipping, 1, dtype)
+        scale = round_scale(covering * clipping, largest_code=1, dtype=dtype)
         zeros = (low * clipping * -reciprocal(scale)).round_().clamp_(0, largest)
         values = _encode(groups, scale, zeros, bits).sub_(zeros.unsqueeze(-1))
         squares = values.mul_(scale.float().unsqueeze(-1)).sub_(groups).square_()

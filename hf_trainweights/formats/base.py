@@ -64,7 +64,7 @@ class Format(ABC):
         return getattr(self, "group_size", None) or 1
 
     def groups_in(self, columns: int) -> int:
-        """Return the number of groups of so many columns of a row."""
+        """Return the number of groups in `columns` columns of a row."""
         return columns // (getattr(self, "group_size", None) or columns or 1)
 
     def check_group_size(self, allowed: Sequence[int], advice: str) -> None:

@@ -37,10 +37,7 @@ class Int8(Format):
     """
 
     name: ClassVar[str] = "int8"
-    groups_for_targets: ClassVar[TargetGroups] = {
-        "gguf": (None,),
-        "compressed-tensors": (None,),
-    }
+    groups_for_targets: ClassVar[TargetGroups] = {"gguf": (None,), "compressed-tensors": (None,)}
     group_size: int | None = None
     activations: str | None = None
 
@@ -79,7 +76,7 @@ class Int8(Format):
     def quantize_rows(self, rows: Tensor, amax: Tensor, out: Mapping[str, Tensor]) -> None:
         """Fill codes `round(w * (1 / scale))`, the scale rounded to its dtype first."""
         groups = rows.view(*amax.shape, -1)
-        scale = out["scale"].copy_(round_scale(amax / 127, 128, rows.dtype))
+        scale = out["scale"].copy_(round_scale(amax / 127, largest_code=128, dtype=rows.dtype))
         round_to_int8(groups, amax, scale, out["qdata"].view(groups.shape))
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> Unpacked:

@@ -34,12 +34,12 @@ def pack_int4(codes: Tensor) -> Tensor:
 
 
 def look_up_nibbles(packed: Tensor, table: Tensor) -> Tensor:
-    """Return the entries of a table of each matrix, `[*, 1, 16]`, or `[16]` for all, for int32 words `[*, N, K // 8]`.
+    """Replace each nibble of int32 words `[*, N, K // 8]` by its entry in a table; return `[*, N, K]` of its dtype.
 
-    The result `[*, N, K]` has the table's dtype.
+    The table is `[16]` for all matrices, or `[*, 1, 16]` with one for each.
     """
     tables = table.reshape(-1, 16)
-    # Each byte has two values, that of its low bits first. Bytes of the next matrix count on where the last one ended.
+    # A byte has two values, that of its low bits first. The pairs of values of matrix i begin at 256 * i.
     octets = torch.arange(256, device=table.device)
     pairs = torch.stack([tables[:, octets & 15], tables[:, octets >> 4]], dim=-1).flatten(0, 1)
     *lead, count = packed.shape

@@ -68,7 +68,7 @@ def codes_of_planes(octets: Tensor, bits: int) -> Tensor:
 
 
 def _planes(bits: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield for each plane its bits, its first bit in a code, its codes in a byte, and a mask of the lowest of these.
+    """Yield for each plane its bits, its first bit in a code, its codes in a byte, and a mask of the lowest code.
 
     The first bit is also the number of the plane's first word among the words of 32 columns. The mask is for a word: it
     has the lowest code of each of its four bytes.

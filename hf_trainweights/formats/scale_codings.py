@@ -7,17 +7,18 @@
 | `e4m3` | `[*, N, G]` float8_e4m3fn | `global_scale` `[*, N, 1]` float32 | `scale * global_scale` |
 | `e4m3_divided` | `[*, N, G]` float8_e4m3fn | `global_scale` `[*, N, 1]` float32 | `scale / global_scale` |
 | `nested` | `[*, N, G]` uint8 | see `_nested_columns` | `nested_values[scale] * outer + nested_offset` |
-| `k4` | `[*, N, 2 * S]` float16 | `group_scale` `[*, N, 12 * S]` | 6 bits times `scale`, and a minimum likewise |
-| `k2` | `[*, N, 2 * S]` float16 | `group_scale` `[*, N, 16 * S]` | 4 bits times `scale`, and a minimum likewise |
+| `k4` | `[*, N, 2 * S]` float16 | `group_scale` `[*, N, 12 * S]` | 6 bits times a number, and so the minimum |
+| `k2` | `[*, N, 2 * S]` float16 | `group_scale` `[*, N, 16 * S]` | 4 bits times a number, and so the minimum |
 | `k3` | `[*, N, S]` float16 | `group_scale` `[*, N, 12 * S]` | (6 bits - 32) times `scale` |
 | `k6` | `[*, N, S]` float16 | `group_scale` `[*, N, 16 * S]` | int8 times `scale` |
 | `iq4_xs` | `[*, N, S]` float16 | `group_scale` `[*, N, 6 * S]` | (6 bits - 32) times `scale` |
 
-G is the number of groups of a row, and S = K // 256 its number of superblocks. Files have one `global_scale` and one
-`nested_offset` for a weight; here each row has them, so that rows of several weights can be put together.
-The bytes of `group_scale` are those of GGUF's blocks, in their order. Every product of a float16 number and a small
-integer is exact in float32. All ops are such as every exporter of PyTorch can write. Sizes are read by `size(-1)`,
-because TorchScript records `shape[-1]` as the number that it is in its example.
+G is the number of groups of a row, and S = K // 256 its number of superblocks. If a superblock has two numbers in
+`scale`, the second one is that of the minima. Files have one `global_scale` and one `nested_offset` for a weight; here
+each row has them, so that rows of several weights can be put together. The bytes of `group_scale` are those of GGUF's
+blocks, in their order. Every product of a float16 number and a small integer is exact in float32. Every exporter of
+PyTorch can write all ops. Sizes are read by `size(-1)`, because TorchScript records `shape[-1]` as the number that it
+is in its example.
 """
 
 from __future__ import annotations

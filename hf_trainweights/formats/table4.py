@@ -46,6 +46,7 @@ class Table4(Format):
 
     name: ClassVar[str] = "table4"
     is_import_only: ClassVar[bool] = True
+    # `scale_codings` describes those between `qdata` and `table`.
     tensor_names: ClassVar[tuple[str, ...]] = (
         *("qdata", "scale", "global_scale", "nested_values", "outer_scale", "phase", "nested_offset", "group_scale"),
         "table",

@@ -5,7 +5,7 @@
 | `qdata` | `[*, N, K // 32 * bits]` | int32 words of codes 0 to 2**bits - 1, packed as in `planes` |
 | `scale` | `[*, N, 1]` | the weight's dtype |
 | `group_scale` | `[*, N, K // group_size // 2]` | uint8, two groups a byte, the first in the low bits |
-| `zero_point` | likewise | likewise |
+| `zero_point` | `[*, N, K // group_size // 2]` | uint8, as `group_scale` |
 
 `weight = (code * code_units - zero_point * zero_units) * (group_scale + 1) * scale`. The two units (`uint_search.Grid`)
 are whole numbers that spread the 16 zero points over all codes, so that every factor but `scale` is a small integer.

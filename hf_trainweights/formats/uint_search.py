@@ -63,7 +63,7 @@ def row_scale(grid: Grid, ends: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the scale `[rows, 1]` of each row, such that the largest group scale, 16 times it, covers every group.
 
     A scale has two significant bits, is 1 or 1.5 times a power of two, so that its multiples have few bits. `ends`
-    `[2, rows, G]` are those of `ends_of`.
+    `[2, rows, G]` is the result of `ends_of`.
     """
     low, high = ends / (grid.largest_code * grid.code_units)
     wanted = (high - low).amax(dim=-1, keepdim=True) / PARAMETERS

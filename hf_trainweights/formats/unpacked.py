@@ -17,7 +17,7 @@ class Unpacked:
     Args:
         codes: The unpacked codes, one for each weight, `[*, N, K]`, any dtype.
         scale: `[*, N, G]`, or `[*, N, 1]` for one scale a row.
-        limits: The smallest and the largest number, and zero; None if they are no integers of at most 8 bits.
+        limits: Bounds (low, high) of all numbers and zeros; None if some are no integers, or need more than 8 bits.
         unit: The number that code 1 stands for, if there is no table.
         table: The number that each code stands for, float32 `[n]`, or `[*, 1, n]` for each matrix; None if that is the
             code times `unit`.
@@ -43,7 +43,7 @@ class Unpacked:
 
     @property
     def group_scale(self) -> Tensor:
-        """`factors * scale` in float32, `[*, N, G]`."""
+        """`factors * scale` in float32, `[*, N, G]`; some codings have a stored tensor of this name, another one."""
         scale = self.scale.to(torch.float32)
         return scale if self.factors is None else self.factors * scale
 
@@ -99,7 +99,10 @@ def octets_of(words: Tensor) -> Tensor:
 
 
 def fields_of(numbers: Tensor, start: int, bits: int, width: int = 8) -> Tensor:
-    """Return `bits` bits from `start` on of float32 integers, without shifts, whose dtypes ONNX's exporter changes."""
+    """Return `bits` bits from bit `start` on of float32 integers that have `width` bits.
+
+    It divides, because ONNX's exporter changes the dtypes of shifts.
+    """
     fields = torch.floor(numbers * 2.0**-start) if start else numbers
     return fields if start + bits == width else fields - 2.0**bits * torch.floor(fields * 2.0**-bits)
 

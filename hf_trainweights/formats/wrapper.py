@@ -76,7 +76,7 @@ class Wrapper(Format):
         return self.inner.column_step
 
     def groups_in(self, columns: int) -> int:
-        """Return the inner format's number of groups of so many columns."""
+        """Return the inner format's number of groups in `columns` columns of a row."""
         return self.inner.groups_in(columns)
 
     def get_config(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from hf_trainweights.files.staging import remove_abandoned
 from hf_trainweights.imports.directory import import_local, local_source
 
 _CACHE_NAME, _MODEL_NAME = "trainweights", "model"
-_OTHER_GGUF = ".gguf"
+_GGUF_SUFFIX = ".gguf"
 # Arguments of from_pretrained that would select other files than those that were converted, and the advice for each.
 _NOT_TAKEN = {
     "gguf_file": "Pass file= instead.",
@@ -63,10 +63,9 @@ def from_quantized(
         ...     AutoModelForCausalLM, "someone/Llama-3.2-1B-GGUF", file="*Q4_K_M*"
         ... )  # doctest: +SKIP
     """
-    for name in kwargs.keys() & _NOT_TAKEN.keys():
-        raise ConfigError(
-            name, "arguments of from_pretrained that select no files", repr(kwargs[name]), _NOT_TAKEN[name]
-        )
+    if refused := [name for name in _NOT_TAKEN if name in kwargs]:
+        name, expected = refused[0], "arguments of from_pretrained that select no files"
+        raise ConfigError(name, expected, repr(kwargs[name]), _NOT_TAKEN[name])
     local, base = local_source(source, file), None if base_model is None else local_source(base_model, None)
     slot = Path(constants.HF_HOME, _CACHE_NAME, f"{_readable(local)}-{_key(local, base)}")
     converted = slot / _MODEL_NAME
@@ -98,5 +97,5 @@ def _files(source: Path) -> list[tuple[str, int, int]]:
     folder = source.parent if source.is_file() else source
     stem = re.sub(r"-\d{5}-of-\d{5}$", "", source.stem)
     paths = sorted(path for path in folder.iterdir() if path.is_file())
-    own = (path for path in paths if path.suffix != _OTHER_GGUF or path.name.startswith(stem))
+    own = (path for path in paths if path.suffix != _GGUF_SUFFIX or path.name.startswith(stem))
     return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in own]

@@ -29,7 +29,8 @@ from hf_trainweights.models.saving.saved_tensors import matrices_in_checkpoint
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import flatten_weight
 
-# Converted tensors wait in unnamed files until they have so many bytes. A loader opens each shard, so few are better.
+# Converted tensors wait in unnamed files until they have this many bytes, and then become a shard. A loader opens each
+# shard, so few are better.
 _SHARD_BYTES = 1 << 29
 # Four codes of 2 bits, the fewest, fit into a byte. A tied weight is in the files once and is counted twice.
 _WEIGHTS_PER_BYTE = 8

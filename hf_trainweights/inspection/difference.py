@@ -18,6 +18,7 @@ from hf_trainweights.models.loading.saved_models import load_saved
 from hf_trainweights.notebook import html_table
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
+# Tensors are compared in pieces of this many elements, which take 32 MB in float64.
 _PIECE_ELEMENTS = 1 << 22
 # The value of each 4-bit code; the highest bit is the sign.
 _FLOAT4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -200,7 +201,7 @@ def _cells(row: Difference) -> tuple[object, ...]:
 
 def _difference(key: str, a: StoredTensor, b: StoredTensor) -> Difference:
     total = Difference(key, bytes_a=a.stored_bytes, bytes_b=b.stored_bytes)
-    values_a, values_b = in_single_values(a.tensor), in_single_values(b.tensor)
+    values_a, values_b = plain_values(a.tensor), plain_values(b.tensor)
     if values_a.shape != values_b.shape or values_a.is_complex() != values_b.is_complex():
         return replace(total, comparable=False)
     pieces = (_dense(values).detach().reshape(-1).split(_PIECE_ELEMENTS) for values in (values_a, values_b))
@@ -220,7 +221,7 @@ def _dense(tensor: Tensor) -> Tensor:
     return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
 
 
-def in_single_values(tensor: Tensor) -> Tensor:
+def plain_values(tensor: Tensor) -> Tensor:
     """Make a sparse tensor dense, unpack float4 stored in pairs to float32, and return any other tensor as it is."""
     if tensor.layout is not torch.strided:
         return tensor.to_dense()
@@ -228,7 +229,8 @@ def in_single_values(tensor: Tensor) -> Tensor:
         return tensor
     octets = tensor.view(torch.uint8).long()
     values = torch.tensor(_FLOAT4_VALUES, dtype=torch.float32, device=tensor.device)
-    return values[torch.stack([octets & 15, octets >> 4], -1)].flatten(-2 if tensor.dim() else 0)
+    pairs = values[torch.stack([octets & 15, octets >> 4], -1)]
+    return pairs.flatten(-2) if tensor.dim() else pairs  # a tensor without dimensions holds two values, too
 
 
 def difference_of(a: Tensor, b: Tensor) -> Difference:

@@ -111,12 +111,12 @@ def inspect_weights(path: str | Path) -> Inspection:
 def _read(file: Path, part_name: str) -> dict[str, StoredTensor]:
     tensors = dict(read_part([file], part_name, values=False))
     format_suffixes = (FORMAT_SUFFIX, *CODED_SUFFIXES)
-    formats = [key for key in tensors if (parse_stored_name(key) or ("", ""))[1] in format_suffixes]
-    if any(tensors[key].tensor.is_meta for key in formats):
-        # The file of a compressed checkpoint was not decoded. If it holds quantized weights, the values of these
-        # tensors are needed: they tell the format of each weight.
+    keys_of_formats = [key for key in tensors if (parse_stored_name(key) or ("", ""))[1] in format_suffixes]
+    if any(tensors[key].tensor.is_meta for key in keys_of_formats):
+        # The file of a compressed checkpoint was not decoded. But the format of a quantized weight is the content of a
+        # tensor, and a coded weight has its shape in the header of one: their values are needed.
         stored = read_part([file], part_name)
-        tensors |= {key: stored[key] for key in formats}
+        tensors |= {key: stored[key] for key in keys_of_formats}
     return tensors
 
 
@@ -167,7 +167,9 @@ def fold_weights(
             continue
         plain = {suffix: member.tensor for suffix, member in members.items()}
         # If the scale is missing, the dtype does not matter: unflatten_weight raises an error.
-        dtype = plain["scale"].dtype if "scale" in plain else None if _is_coded(plain) else torch.float32
+        dtype = plain["scale"].dtype if "scale" in plain else torch.float32
+        if _is_coded(plain):
+            dtype = None  # a coded weight has its dtype in its header
         weight = unflatten_weight(parsed[0], plain, dtype, default, values=values)
         stored_bytes = total_bytes(member.stored_bytes for member in members.values())
         yield replace(stored, name=parsed[0], tensor=weight, stored_bytes=stored_bytes)

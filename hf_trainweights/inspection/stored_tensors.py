@@ -38,12 +38,13 @@ from hf_trainweights.files.reading import open_pickle, open_regular_file
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
-# The parts of a checkpoint, each with the function that returns the names of its tensors in a DCP directory.
+# The parts of a checkpoint, each with the function that returns its tensors in a DCP directory: names to stored names.
 _NAMES = {"weights": ShardedContents.all_weights, "optimizer": ShardedContents.optimizer_tensors}
 # How DeepSpeed's files of weights and of a rank's optimizer end.
 _MODEL_ENDING, _STATES_ENDING = "_model_states.pt", "_optim_states.pt"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
-# The first bytes of a zip archive, of a pickle of torch before 1.6, and of pickles of protocol 0 or 1.
+# The first bytes of a zip archive, of a pickle of torch before 1.6, and two with which other programs' pickles of
+# protocol 0 or 1 may begin.
 _TORCH_MAGIC = (b"PK", b"\x80", b"}", b"(")
 _LAST_PROTOCOL_OF_TORCH = 2
 
@@ -116,8 +117,9 @@ def _find_sharded(path: Path) -> dict[str, list[Path]]:
 def _find_zero(path: Path) -> dict[str, list[Path]]:
     """Return the files of DeepSpeed, which writes each save into a directory that it calls a tag.
 
-    The weights are in model files without the rank of a process, `mp_rank_00_model_states.pt`. Under ZeRO 3 there are
-    none: model files name a rank and hold no weights, and the files of the optimizer hold the weights in float32.
+    The weights are in the model files whose names have no rank of data parallelism, such as
+    `mp_rank_00_model_states.pt`, which has one of tensor parallelism. Under ZeRO 3 there is no such file: model files
+    name a rank and hold no weights, and the files of the optimizer hold the weights in float32.
     """
     tags = [TagFiles(tag) for tag in tag_directories(path)][:1]
     models = [tag.directory / name for tag in tags for name, (rank, _) in tag.models.items() if rank is None]
@@ -208,20 +210,20 @@ def _read_zero(file: Path, values: bool) -> Iterator[tuple[str, Tensor, int | No
     The name of a partition begins with that of its file, because all ranks give theirs the same names.
     """
     register_anchor_directory(file.parent)
-    tree, has_report = load_states(file, map_location="cpu" if values else "meta"), is_encoded(file)
+    tree, encoded = load_states(file, map_location="cpu" if values else "meta"), is_encoded(file)
     if file.name.endswith(_MODEL_ENDING):
         tree = tree.get("module", {}) if isinstance(tree, dict) else {}
         prefix, start = "", "module."
     else:
         prefix, start = f"{file.name}: ", ""
     # Only the manifest knows the bytes of tensors in an encoded file.
-    stored_bytes = _reported_bytes(file) if has_report else {}
+    stored_bytes = _reported_bytes(file) if encoded else {}
     for path, tensor in _leaves_of(file, tree):
         own = f"{start}{path}"
-        # A tensor that consists of several pieces has a row for each of them.
+        # The report in the manifest has a row for each piece of a tensor that was encoded in pieces.
         pieces = [size for row, size in stored_bytes.items() if row == own or row.startswith(f"{own}.")]
         encoded_bytes = sum(pieces) if stored_bytes else None
-        yield f"{prefix}{path}", tensor, encoded_bytes if has_report else _bytes_of(tensor)
+        yield f"{prefix}{path}", tensor, encoded_bytes if encoded else _bytes_of(tensor)
 
 
 def _bytes_of(tensor: Tensor) -> int | None:

@@ -49,7 +49,7 @@ def only_fitting(
 ) -> MultiplyFew:
     """Return a function that calls `multiply` if it can read x and bias by their addresses, and else returns None."""
     (N, K), device = form.shape_of(held["qdata"]), held["qdata"].device
-    most_elements = min(sys.maxsize, most_rows * K)
+    most_elements = min(sys.maxsize, most_rows * K)  # `most_rows` may be `ALL`, which is sys.maxsize
 
     # One function without inner calls: each takes .05 us of a small product.
     def checked(x: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -98,7 +98,8 @@ def check_stored(tensors: Mapping[str, Tensor], form: Format, shape: Sequence[in
     from there, whatever its strides say. If one number was expanded to a column, they read past its end.
     """
     *lead, N, K = shape
-    # At least two rows are asked for: one row, for which formats fall back, may be cut out of a larger weight.
+    # `fallback` returns the format to which a weight of this shape would be quantized. For a single row some formats
+    # return another one, but this row may be cut out of a larger weight. So the question is about two rows at least.
     if form.fallback((*lead, max(N, 2), K)) != form:
         next_step = "The file is damaged or belongs to another model; save it again from the source."
         raise CorruptFileError(name, f"columns that {form} can hold", f"{K}", next_step)
@@ -118,7 +119,10 @@ def check_stored(tensors: Mapping[str, Tensor], form: Format, shape: Sequence[in
 def check_product(
     op: str, x: Tensor, tensors: Mapping[str, Tensor], form: Format, bias: Tensor | None, any_strides: bool = False
 ) -> None:
-    """Check that a product can read its tensors; x and the bias need not be contiguous if `any_strides`."""
+    """Check that a product can read its tensors; x and the bias need not be contiguous if `any_strides`.
+
+    Errors begin with `op`, the name of the product.
+    """
     shape = form.shape_of(tensors["qdata"])
     specs = form.tensor_specs(shape, tensors["scale"].dtype)
     for name, (size, dtype) in specs.items():

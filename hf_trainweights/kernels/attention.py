@@ -13,7 +13,7 @@ from hf_trainweights.kernels.thresholds import THRESHOLDS
 from hf_trainweights.kernels.tokens import StoredTokens
 from hf_trainweights.native_library import address_of
 
-# From so many multiplications on a second thread saves time: waking it takes some microseconds.
+# From this many multiplications on a second thread saves time: waking it takes some microseconds.
 _THREADED = THRESHOLDS["THREADED"]
 # As in native/attention.c.
 _NO_MASK, _BOOL_MASK, _FLOAT_MASK = range(3)
@@ -44,7 +44,7 @@ def attend(
     Args:
         query: `[batch, query heads, rows, key columns]`, on the CPU; the heads of the keys divide the query heads.
         keys: The keys of the layer.
-        values: Its values, of as many heads and blocks.
+        values: The values of the layer, of the same number of heads and blocks.
         tokens: The tokens that count, from `start` to `stop`.
         scaling: The factor of the scores.
         mask: None, or bools or floats that broadcast to `[batch, query heads, rows, tokens]`; as in PyTorch, True lets

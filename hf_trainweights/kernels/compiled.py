@@ -66,23 +66,24 @@ FORMATS = (Int8, Int4, Float8E4M3, UInt, Codebook4, Affine, Table4)
 
 # Sums of products of two bytes fit 32 bits up to this K.
 _MOST_COLUMNS = 1 << 16
-# From so many multiplications on a second thread saves time: waking it takes some microseconds.
+# From this many multiplications on a second thread saves time: waking it takes some microseconds.
 _THREADED = THRESHOLDS["THREADED"]
 
-# A product remembers the size of its scratch memory for so many pairs of a number of rows and a number of threads.
+# For this many pairs of a number of rows and a number of threads a product remembers the size of its scratch memory.
 _SIZES = 256
 
 # The stored tensors beside codes and scales, in the order of `tensor_names`: group scales and zero points of a uint
-# weight, for example, and () for int8. As in native/product.h, there are at most so many.
+# weight, for example, and () for int8. There are at most `OTHERS`, as in native/product.h.
 Groups = tuple[Tensor, ...]
 OTHERS = 5
 _NONE = (None,) * OTHERS
 
-# The last fields of `Weight`, which describe the codes; 0 if a format does not need the field.
+# The last fields of `Weight`, which native/product.h explains. These describe the codes; 0 if a format does not need
+# the field.
 _CODES = ("bits", "code_units", "zero_units", "codebook")
-# Behind them, for formats of other programs.
+# These follow for formats that native/imported.c reads: those of other programs, and float8 in groups.
 _NUMBERS = ("family", "coding", "offset", "zero_bits", "rounds_each", "outer_count")
-# As in native/product.h.
+# The values of `family`.
 _AFFINE, _TABLE4, _FLOAT8_GROUPS = 1, 2, 3
 _CODINGS = ("plain", "e8m0", "e4m3", "e4m3_divided", "nested", "k4", "k2", "k3", "k6", "iq4_xs")
 _OFFSETS = ("none", "zero_point", "zero_point_minus_1", "float_zero_point", "bias")
@@ -141,7 +142,9 @@ def _open(path: Path) -> ctypes.CDLL | None:
     library = load_library(path, _FUNCTIONS | {"prepare": "i"}, ABI)
     outcome = None if library is None else library.prepare()
     if outcome == -1:  # OTHERWISE of native/tiles/prepare.c
-        _logger.warning("Products by AMX differ from the same products without it here, which serve. Please report it.")
+        _logger.warning(
+            "Products by AMX differ from the same products without it, so they are not used. Please report it."
+        )
     return library if outcome == 0 else None
 
 
@@ -220,10 +223,11 @@ def find(form: Format, N: int, K: int, dtype: torch.dtype, scale_dtype: torch.dt
     """Return the function for products with weights `[N, K]` of a format; None if the library has none."""
     library, size = loaded_library(), getattr(form, "group_size", None) or 0
     numbers = _numbers(form, K) if serves(form) else ()
-    # product.h has loops for these group sizes; formats of other programs have loops for any.
+    # The libraries have loops for these group sizes, and native/imported.c has loops for any.
     fits = serves(form) and (bool(numbers) or size in (0, 4, 8, 16, 32) or size % 64 == 0)
     if library is None or not fits or dtype not in DTYPES:
         return None
+    # Only plain scales have several dtypes: a coding fixes the dtype of its scales.
     if scale_dtype not in DTYPES and getattr(form, "scales", "plain") == "plain":
         return None
     if not 0 < K <= _MOST_COLUMNS or N == 0 or (numbers and K % form.column_step):
@@ -246,7 +250,7 @@ def _codes(form: Format) -> tuple[int, int, int, int]:
 
 
 def _numbers(form: Format, K: int) -> tuple[int, ...]:
-    """Return the values of the fields `_NUMBERS` for a format of another program, and () for others."""
+    """Return the values of the fields `_NUMBERS` for a format that native/imported.c reads, and () for others."""
     if isinstance(form, Affine):
         offset = _MINIMA if form.coding.has_minima else _OFFSETS.index(form.offset)
         zero_bits = form.bits if form.bit_packed else 8

@@ -5,7 +5,7 @@ multiplies few rows of x in one way and many rows in another: it copies these ro
 vectors, or the *tiles* of AMX, take them, and multiplies the panel with one block of rows of the weight after the
 other. A product by panels is faster than PyTorch's for any number of rows. But not every library has panels for every
 format and dtype, and then PyTorch is faster from some number of rows on. The functions below know the cases, which
-native/tiles/ways.c decides. thresholds.json has the numbers, and how they were measured.
+native/tiles/ways.c and native/floats.c decide. thresholds.json has the numbers, and how they were measured.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _FLAGS = {
 
 ALL = sys.maxsize
 
-# The libraries that have panels for every format, in which x and the weight are float32.
+# The libraries that have panels of float32 for every format (native/floats.c).
 _LIBRARIES_OF_ANY_FORMAT = ("avx2", "avx_vnni")
 # The libraries whose attention is the fastest for any number of rows. PyTorch's attention is fast by AMX, too; AVX-VNNI
 # and NEON were not measured.
@@ -90,6 +90,7 @@ def product_dtype(dtype: torch.dtype, M: int) -> torch.dtype:
     If the CPU has no instructions for a 16-bit dtype, PyTorch takes 4 to 9 times as long in it as in float32.
     """
     features = capabilities()
+    # One row needs no such instructions: PyTorch is fast because the weights that it sums up lie side by side.
     if M == 1 or features.get("architecture") != "x86_64":
         return dtype
     few = features.get("avx512_bf16") and THRESHOLDS["BFLOAT16_ROWS"] >= M
@@ -105,17 +106,17 @@ def most_rows(form: Format, dtype: torch.dtype, library: str) -> int:
 
     The library competes with PyTorch's product of many rows, for which the weight is dequantized first.
     """
-    # Whether PyTorch multiplies in the dtype itself. If not, it multiplies in float32, which takes longer.
-    is_fast = product_dtype(dtype, THRESHOLDS["SHORT_ROWS"] + 1) == dtype
+    # Whether PyTorch's product is one of float32, for x of float32 or because the CPU has no fast 16-bit instructions.
+    is_against_floats = product_dtype(dtype, THRESHOLDS["SHORT_ROWS"] + 1) == torch.float32
     if is_imported(form):
-        in_floats = dtype == torch.float32 or not is_fast
-        by_rows = library in _LIBRARIES_OF_ANY_FORMAT and in_floats
-        is_for_all = by_rows or _takes_imported_panels(form, dtype, library, in_floats)
-        return ALL if is_for_all else THRESHOLDS["IMPORTED_ROWS"]
-    if _takes_panels(form, dtype, library) or (library != "neon" and (dtype == torch.float32 or not is_fast)):
+        has_panels = _takes_imported_panels(form, dtype, library, is_against_floats)
+        return ALL if has_panels else THRESHOLDS["IMPORTED_ROWS"]
+    # For this package's own formats the libraries of x86 beat float32 by panels of floats or by products of bytes.
+    if _takes_panels(form, dtype, library) or (is_against_floats and library != "neon"):
         return ALL
     if isinstance(form, (UInt, Float8E4M3)):
         return THRESHOLDS["UINT_ROWS"] if isinstance(form, UInt) else THRESHOLDS["FLOAT8_ROWS"]
+    # An x of one byte takes the fewest products of bytes. NEON was not measured, and is trusted against float32 alone.
     if is_rounding(form) and (library != "neon" or dtype == torch.float32):
         return ALL
     if library == "neon":
@@ -136,11 +137,17 @@ def _takes_panels(form: Format, dtype: torch.dtype, library: str) -> bool:
     return library == "amx" and isinstance(form, (Int8, Int4)) and group_size % 64 == 0
 
 
-def _takes_imported_panels(form: Format, dtype: torch.dtype, library: str, in_floats: bool) -> bool:
-    """Return whether a library has panels for a format of other programs, as native/tiles/ways.c decides."""
-    in_bfloat16 = library in ("amx", "avx512_bf16") and dtype == torch.bfloat16
-    in_vectors = library in ("avx512", "avx512_bf16") and in_floats
-    return (getattr(form, "group_size", None) or 0) % 16 == 0 and (in_bfloat16 or in_vectors)
+def _takes_imported_panels(form: Format, dtype: torch.dtype, library: str, is_against_floats: bool) -> bool:
+    """Return whether a library has panels for a format of other programs by which it is faster than PyTorch.
+
+    native/tiles/ways.c has panels of bfloat16 in some libraries and of float32 in others, and native/floats.c of
+    float32. Panels of float32 are faster than a product of float32 alone.
+    """
+    if library in _LIBRARIES_OF_ANY_FORMAT:
+        return is_against_floats
+    has_bfloat16 = library in ("amx", "avx512_bf16") and dtype == torch.bfloat16
+    has_floats = library in ("avx512", "avx512_bf16") and is_against_floats
+    return (getattr(form, "group_size", None) or 0) % 16 == 0 and (has_bfloat16 or has_floats)
 
 
 def is_imported(form: Format) -> bool:

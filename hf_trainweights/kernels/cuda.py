@@ -34,18 +34,18 @@ _logger = logging.getLogger(__name__)
 _TILE_DTYPES = (torch.bfloat16, torch.float16)
 _DTYPES = (*_TILE_DTYPES, torch.float32)
 
-# x is rounded from so many rows on: for fewer, a product takes as long as reading the weight. These numbers divide N
-# and K, or rows of codes would begin where tensor cores cannot load them.
+# x is rounded from this many rows on: for fewer, a product takes as long as reading the weight. The other two numbers
+# divide N and K, or rows of codes would begin where tensor cores cannot load them.
 _ROUNDED_ROWS, _INTEGER_ALIGNMENT, _FLOAT8_ALIGNMENT = 17, 8, 16
 # GPUs from here on multiply float8.
 _FLOAT8_CAPABILITY = (8, 9)
 
-# Weights of so many elements are dequantized at a time, 128 MB of bfloat16; memory is the only bound.
+# Weights of this many elements are dequantized at a time, 128 MB of bfloat16; memory is the only bound.
 DEQUANTIZED_ELEMENTS = 1 << 26
 
-# A weight keeps so many products for different numbers of rows, and a process so many rules for kinds of products.
+# A weight keeps products for this many different numbers of rows, and a process rules for this many kinds of products.
 _KEPT_RUNS, _KEPT_RULES = 64, 4096
-# Kernels load so many bytes at once, so they depend on the remainder of the codes' address by this number.
+# Kernels load this many bytes at once, so they depend on the remainder of the codes' address by this number.
 _LOAD_BYTES = 16
 
 # The most that a product in float32 may be off, relative to its norm. In 16 bits it is the unit of the dtype.
@@ -70,7 +70,7 @@ class Case(NamedTuple):
 
 # Experts of the weight with which a kernel is checked that multiplies several.
 _CHECKED_EXPERTS = 3
-# A lane of few_rows.cu loads 16 bytes of a row at once, at most so many columns.
+# A lane of few_rows.cu loads 16 bytes of a row at once: at most 32 columns, of 4 bits.
 _LANE_COLUMNS = 32
 
 _DEQUANTIZE = Rule("dequantize", {})

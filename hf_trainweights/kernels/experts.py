@@ -20,7 +20,7 @@ def multiply_experts(x: Tensor, tensors: Mapping[str, Tensor], form: Format, end
     """Return the products of rows of x with their experts by the op `EXPERTS`.
 
     Args:
-        x: Float `[M, K]`, of the dtype that the weight shows; any strides.
+        x: Float `[M, K]`, of the dtype of the weight; any strides.
         tensors: The stored tensors of experts `[E, N, K]`; any strides.
         form: Their format.
         ends: Integers `[E]`, ascending: expert e multiplies the rows from `ends[e - 1]` to `ends[e]`.

@@ -43,7 +43,7 @@ _ALIGNMENT = 16
 # Rows of the weight and of x that one product of tensor cores has, and lanes of a warp.
 _TILE_ROWS, _TILE_COLUMNS, _LANES = 16, 8, 32
 _FLOAT32_BYTES, _EXPERTS_DIM = 4, 3
-# A grid has at most so many blocks in its second dimension; the first one, for rows of x, has any number.
+# A grid has at most 65,535 blocks in its second dimension. The first one, for rows of x, has any number.
 _MOST_N = 65535 * _TILE_ROWS
 
 # Names, shapes, strides and sizes of elements in bytes.
@@ -69,8 +69,9 @@ class Weight(ctypes.Structure):
     _fields_ = (*((name, _Stored) for name in _NAMES), *((size, ctypes.c_int) for size in _SIZES))
 
 
+@functools.lru_cache(maxsize=1024)
 def macros_of(form: Format, K: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> dict[str, int] | None:
-    """Return the macros of the kernel for weights of a format; None if it does not read them."""
+    """Return the macros of the kernel for weights of a format, not to be changed; None if it does not read them."""
     if dtype not in _DTYPES or not isinstance(form, (Int4, Int8, Float8E4M3, Table4, Affine)):
         return None
     scales, bits = getattr(form, "scales", "plain"), 8 if isinstance(form, (Int8, Float8E4M3)) else 4
@@ -172,7 +173,7 @@ class _Plan:
         self.stream_of = torch._C._cuda_getCurrentRawStream
 
     def run(self, tensors: Sequence[Tensor], x: Tensor, bias: Tensor | None, ends: Tensor | None = None) -> Tensor:
-        """Return the product."""
+        """Return the product; the arguments after `tensors` are those of the function that `multiply` returns."""
         M, own, shape = x.numel() // self.K, self.arguments, (*x.shape[:-1], self.N)
         out = x.new_zeros(shape) if self.is_grouped else x.new_empty(shape)
         if x.data_ptr() % _ALIGNMENT:

@@ -30,6 +30,7 @@ WAYS: Mapping[str, frozenset[str]] = {
     "dequantize": frozenset(),
 }
 _ROUNDING = ("integers", "float8")
+# No larger value of a constant is accepted from a file of rules.
 _LARGEST = 4096
 _NEXT_STEP = "Write it anew with python -m benchmarks.gpu.tune, or remove it: then the rules of every GPU hold."
 

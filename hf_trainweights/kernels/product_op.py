@@ -23,8 +23,9 @@ from hf_trainweights.kernels.arguments import MultiplyFew
 from hf_trainweights.kernels.compiled import Product
 from hf_trainweights.kernels.cpu_features import ALL
 
-# The bits that each field of `Weight` but N takes in an argument, the first field in the lowest bits. Formats of other
-# programs have a second argument for the last fields.
+# The bits that each field of `Weight` but N takes in an argument, the first field in the lowest bits: the dispatcher
+# takes a time for each argument, so one integer holds several fields. Formats of other programs have a second argument
+# for the last fields.
 _WIDTHS = ((17, 17, 2, 2, 2, 4, 8, 8, 1), (2, 4, 3, 4, 1, 17))
 # The optional tensors that each op takes, the bias and stored tensors, and its numbers.
 _OPS = {
@@ -48,7 +49,7 @@ def multiply(x: Tensor, tensors: Sequence[Tensor], form: Format, bias: Tensor | 
         bias: `[N]` or None.
     """
     N, K = form.shape_of(tensors[0])
-    if not (type(N) is type(K) is int) or x.dim() == 0:
+    if not (type(N) is type(K) is int) or x.dim() == 0:  # a compiler may trace with symbols for sizes
         return None
     product = compiled.find(form, N, K, x.dtype, tensors[1].dtype)
     if product is None or not serves(product):
@@ -95,9 +96,10 @@ def serves(product: Product) -> bool:
 
 
 def prepare(product: Product, qdata: Tensor, scale: Tensor, groups: Sequence[Tensor]) -> MultiplyFew | None:
-    """Return the product of one weight with any x and bias that the op serves, and None for others; None without it.
+    """Return a function from x and bias to the product, or to None if the op does not serve them.
 
-    The op checks its arguments itself: the same checks in Python would take as long as a small product.
+    None in its place if there is no op. The op checks its arguments itself: the same checks in Python would take as
+    long as a small product.
     """
     if not serves(product):
         return None
@@ -119,7 +121,7 @@ def prepare(product: Product, qdata: Tensor, scale: Tensor, groups: Sequence[Ten
 
 
 def describe() -> str:
-    """Return a text that changes with all that decides whether programs call the op, and how."""
+    """Return a part of the keys of cached programs: a text that changes if programs would call the op otherwise."""
     library = compiled.loaded_library()
     return f"{[_schema(name) for name in _OPS]}, {compiled.describe()}, {library is not None and _register(library)}"
 

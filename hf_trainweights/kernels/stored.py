@@ -33,21 +33,21 @@ from hf_trainweights.kernels.thresholds import THRESHOLDS
 # A smaller largest magnitude of a row counts as this one, as in native/product.h.
 _SMALLEST_TOP = 2.0**-103
 
-# Up to so many rows PyTorch's op for int8 is the fastest if no library is compiled.
+# Up to this many rows PyTorch's op for int8 is the fastest if no library is compiled.
 _MOST_PACKED_ROWS = THRESHOLDS["MOST_PACKED_ROWS"]
-# So many tokens count as many in the advice of `slowness`.
+# The advice of `slowness` is about products of this many tokens.
 _MANY_ROWS = 64
 
 # Texts of `slowness`.
 _NO_PRODUCT = "no compiled product reads this format"
 _DEQUANTIZED_FIRST = ", so each product dequantizes them first and takes longer than one with float weights."
 
-# So many elements are dequantized at a time, and at least so many rows. A block stays in a cache. Memory for a float
-# weight of 32 MB would be mapped, page by page, and given back at every product.
+# The elements of a block that is dequantized at a time, and its fewest rows. A block stays in a cache. Memory for a
+# float weight of 32 MB would be mapped, page by page, and given back at every product.
 _BLOCK_ELEMENTS = 1 << 20
 _BLOCK_ROWS = THRESHOLDS["DEQUANTIZED_ROWS"]
-# If x has so many times as many columns as rows, the weight is the left matrix, because PyTorch copies a right one into
-# another order first.
+# If x has at least this many columns for each of its rows, the weight is the left matrix: PyTorch first copies the
+# right one into another order.
 _COLUMNS_OF_ROW = THRESHOLDS["COLUMNS_OF_ROW"]
 
 
@@ -55,7 +55,7 @@ def linear(x: Tensor, held: Mapping[str, Tensor], form: Format, bias: Tensor | N
     """Return `F.linear(x, weight, bias)` of a quantized weight by the op `LINEAR`.
 
     Args:
-        x: Float `[*, K]`, of the dtype that the weight shows; any strides.
+        x: Float `[*, K]`, of the dtype of the weight; any strides.
         held: The stored tensors of a weight `[N, K]`; any strides.
         form: Its format.
         bias: `[N]`, of the dtype of `x`, or None.
@@ -63,10 +63,10 @@ def linear(x: Tensor, held: Mapping[str, Tensor], form: Format, bias: Tensor | N
     Returns:
         A new tensor `[*, N]` of the dtype of `x`; None if the op does not serve the device, format or dtype.
     """
-    if isinstance(form, Wrapper):
+    if isinstance(form, Wrapper):  # it changes x, then its inner format multiplies
         return linear(form.inputs(x, held[form.added_name]), held, form.inner, bias)
     form = compiled.in_memory(form)
-    if _rounds_to_float8(form) and x.device.type == "cpu":
+    if _rounds_to_float8(form) and x.device.type == "cpu":  # a format that rounds has one plain scale a row
         return linear(round_to_float8(x), held, Float8E4M3(), bias)
     qdata = held["qdata"]
     on_cpu = x.device.type == "cpu" and x.dtype in FLOAT_DTYPES and isinstance(form, compiled.FORMATS)
@@ -74,7 +74,7 @@ def linear(x: Tensor, held: Mapping[str, Tensor], form: Format, bias: Tensor | N
         return None
     # A slice of every other row is not contiguous, and PyTorch's ops read some tensors by their address alone.
     tensors = [held[name].contiguous() for name in form.tensor_names]
-    if on_cpu and type(x) is not Tensor and not torch.compiler.is_exporting():
+    if on_cpu and type(x) is not Tensor and not torch.compiler.is_exporting():  # a compiler traces with x
         out = product_op.multiply(x, tensors, form, bias)
         if out is not None:
             return out
@@ -90,7 +90,7 @@ def prepare_few_rows(held: Mapping[str, Tensor], form: Format, dtype: torch.dtyp
     Args:
         held: The stored tensors of a weight `[N, K]`; any strides.
         form: Its format.
-        dtype: Dtype that the weight shows.
+        dtype: Dtype of the weight.
 
     Returns:
         A function from any plain x and bias, without gradients, to the same bits as `linear`, or to None if it leaves
@@ -110,7 +110,8 @@ def prepare_few_rows(held: Mapping[str, Tensor], form: Format, dtype: torch.dtyp
     if not all(tensor.is_contiguous() and tensor.device == qdata.device for tensor in held.values()):
         return None
     if cuda.serves(form, held, dtype):
-        # `linear` copies codes at such an address for each product. A copy kept here would not follow later changes.
+        # For each product `linear` copies codes that do not begin at a multiple of 4 bytes. A copy that was made here
+        # would not follow later changes of the codes.
         if qdata.data_ptr() % 4:
             return None
         return only_fitting(cuda.prepare(held, form, K, dtype), held, form, dtype, ALL)
@@ -148,7 +149,7 @@ def _multiply(x: Tensor, stored: Sequence[Tensor], bias: Tensor | None, config: 
     if product is not None and 0 < x.numel() <= product.most_rows * shape[-1]:
         return product(qdata, scale, tuple(groups), x.contiguous(), None if bias is None else bias.contiguous())
     check_allocated(x, *stored, bias)
-    x = _as_integers_hold_it(x, form)
+    x = _as_compiled_products_see_it(x, form)
     if not compiled.is_available() and _packs(x, qdata, form):
         return _multiply_packed(x, qdata, scale, bias)
     return multiply_dequantized(x, tensors, form, shape, bias)
@@ -173,7 +174,7 @@ def _multiply_packed(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | Non
     return (out if bias is None else out.add_(bias)).view(*x.shape[:-1], N)
 
 
-def _as_integers_hold_it(x: Tensor, form: Format) -> Tensor:
+def _as_compiled_products_see_it(x: Tensor, form: Format) -> Tensor:
     """Return x with the values that a compiled product computes with.
 
     They are rounded if the format rounds activations, and NaN stands for an element that is not finite.

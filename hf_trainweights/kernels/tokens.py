@@ -27,7 +27,7 @@ _GROUP_COLUMNS = 32
 # As in native/product.h: a smaller largest magnitude counts as this one.
 _SMALLEST_TOP = 2.0**-103
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**126
-# From so many numbers on a second thread saves time.
+# From this many numbers on a second thread saves time.
 THREADED_NUMBERS = 1 << 16
 
 
@@ -81,7 +81,7 @@ class StoredTokens:
     def empty(
         cls, form: TokenFormat, batch: int, heads: int, blocks: int = 0, device: torch.device | str = "cpu"
     ) -> StoredTokens:
-        """Return room for so many blocks."""
+        """Return room for `blocks` blocks of each head."""
         # A tensor that is made in inference mode can never be written to outside it.
         with torch.inference_mode(False):
             # Zeros, so that equal tokens are equal bytes in a file. Scales must be 0 where no token is: a token without

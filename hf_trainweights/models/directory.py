@@ -1,4 +1,4 @@
-"""Saved models: quantized from one directory into another, made float again likewise, or pushed from a directory.
+"""Saved models: quantized from one directory into another, made float again, or pushed from a directory.
 
 Neither a whole file nor a whole model is in memory. The shards of the source are memory-mapped. Each weight is
 quantized as it is read, and waits on the disk until it is saved. So the process needs memory for the largest weight.

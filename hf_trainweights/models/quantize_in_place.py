@@ -3,7 +3,7 @@
 `module.state_dict()` keeps the float module's keys. `torch.save` and `torch.load` carry it with their defaults, and
 `load_state_dict(..., assign=True)` puts it into a module on the meta device without a full-precision copy. A model of
 Transformers, also one inside another module, becomes the same as one that `from_pretrained` quantized, and saves itself
-likewise.
+in the same way.
 """
 
 from __future__ import annotations

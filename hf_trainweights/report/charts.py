@@ -262,7 +262,7 @@ class Axis:
 
 
 def axis_of(values: list[float], start: float, end: float, *, log: bool = False, zero: bool = False) -> Axis:
-    """Return an axis that shows all finite values, or with `log` all positive ones; otherwise `zero` includes 0."""
+    """Return an axis that shows all finite values, if `log` all positive ones; `zero` adds 0 to a linear axis."""
     shown = [value for value in values if math.isfinite(value) and not (log and value <= 0)] or [1.0]
     low, high = min(shown), max(shown)
     if zero and not log:

@@ -1,6 +1,7 @@
 """Measures a weight for a report: its error against a reference, and histograms of its values and its codes.
 
-It dequantizes a weight in blocks of rows, so a float copy of all rows never exists. `formats/base.py` defines N and K.
+It dequantizes a weight in blocks of rows, so a float copy of all rows never exists. A weight `[*, N, K]` has N outputs
+and K inputs.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.formats.arithmetic import BLOCK_ELEMENTS
-from hf_trainweights.inspection.difference import Difference, difference_of, in_single_values
+from hf_trainweights.inspection.difference import Difference, difference_of, plain_values
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
+# Rows of noise that stand for the inputs of a layer, and the seed that makes them the same in every report.
 _INPUTS = 32
 _SEED = 0
 _BINS = 64
@@ -50,7 +52,7 @@ def measure_error(weight: Tensor, reference: Tensor, inputs: Tensor | None = Non
 
     `inputs` are rows `[n, K]` that the weight's layer multiplies; None stands for Gaussian noise.
     """
-    weight, reference = in_single_values(weight), in_single_values(reference)
+    weight, reference = plain_values(weight), plain_values(reference)
     if weight.shape != reference.shape or not (weight.is_floating_point() and reference.is_floating_point()):
         return None
     if not weight.numel():
@@ -71,7 +73,7 @@ def measure_error(weight: Tensor, reference: Tensor, inputs: Tensor | None = Non
 
 def weight_histogram(weight: Tensor) -> Histogram | None:
     """Count the dequantized values of a weight in 64 bins; None if it is empty, or contains NaN or infinities."""
-    values = in_single_values(weight)
+    values = plain_values(weight)
     return _histogram(lambda: _float_blocks(values, transposed=False))
 
 

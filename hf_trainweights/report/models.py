@@ -20,6 +20,7 @@ from hf_trainweights.report.page import Section, Table
 from hf_trainweights.report.texts import TextMeasures
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
+# The most weights that a report draws or names.
 _WORST = 10
 # The inputs of a weight that the texts did not reach: rows without columns fit no weight, so there is no output error.
 _NO_ROWS = torch.empty(0, 0)
@@ -60,7 +61,7 @@ def measure_weights(
 def model_sections(
     measured: Sequence[Measured], against: Mapping[str, StoredTensor], texts: TextMeasures | None = None
 ) -> list[Section]:
-    """Return the sections of a report on a model."""
+    """Return the sections of a report on a model, measured against the weights of another one, perhaps with texts."""
     formats = _formats_of(measured)
     sections = [Section("With texts", [], f"{'; '.join(texts.lines())}. {_WITH_TEXTS}")] if texts else []
     sections += [

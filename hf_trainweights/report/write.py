@@ -74,7 +74,7 @@ def write_report(
     """
     out = Path(out)
     check_name(out)
-    if _is_run(source) and texts is None:
+    if _is_run(source) and texts is None:  # `_of_model` refuses texts for anything but two models
         title, lines, sections = _of_run(source, against)
     else:
         title, lines, sections = _of_model(source, against, texts)
@@ -95,7 +95,7 @@ def plot_run(root: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
         write_report(root, out)
         return
     picture = run_picture(root.absolute().name, checkpoints, read_losses(root, checkpoints))
-    write_alone(out, picture.standalone(page=True), "No picture was written.")
+    write_text(out, picture.standalone(page=True), "No picture was written.")
 
 
 def check_name(out: Path, suffixes: Sequence[str] = (".html", ".htm")) -> None:
@@ -107,10 +107,10 @@ def check_name(out: Path, suffixes: Sequence[str] = (".html", ".htm")) -> None:
 
 def write_page(page: Page, out: Path) -> None:
     """Write a page to a file; an error leaves an existing file as it was."""
-    write_alone(out, page.html(), "No report was written.")
+    write_text(out, page.html(), "No report was written.")
 
 
-def write_alone(out: Path, text: str, outcome: str) -> None:
+def write_text(out: Path, text: str, outcome: str) -> None:
     """Write a file completely or not at all, and remove temporary files of killed writers; errors end in `outcome`."""
     with save_errors(out, outcome):
         clean_up(out.parent)
@@ -175,20 +175,20 @@ def _of_model(
 ) -> tuple[str, list[str], Sequence[Section]]:
     if not isinstance(source, nn.Module):
         _existing(source)
-    read = None
+    measured_with_texts = None
     if texts is not None:
         if isinstance(source, nn.Module) or against is None or isinstance(against, nn.Module):
             expected, next_step = "two saved models, the second one float", "Save them, or leave the texts out."
             raise ConfigError("texts", expected, "a module, or nothing to compare with", next_step)
-        read = measure_with_texts(source, against, texts)
+        measured_with_texts = measure_with_texts(source, against, texts)
     weights = read_weights(source)
     others = {} if against is None else _read_counterparts(against, weights)
     if not weights:
         raise ConfigError(_name(source), "weights", "none", "Give a model, a run or a weight file.")
-    measured = measure_weights(weights, others, read and read.inputs)
+    measured = measure_weights(weights, others, measured_with_texts and measured_with_texts.inputs)
     title = _name(source) if against is None else f"{_name(source)}, compared with {_name(against)}"
-    lines = [*(read.lines() if read else ()), *describe_model(measured, others)]
-    return title, lines, model_sections(measured, others, read)
+    lines = [*(measured_with_texts.lines() if measured_with_texts else ()), *describe_model(measured, others)]
+    return title, lines, model_sections(measured, others, measured_with_texts)
 
 
 def _name(source: Source) -> str:

@@ -87,6 +87,18 @@ def _like(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
     return func(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"), *args, **kwargs)
 
 
+_OF_COPIES_INTO_WEIGHTS = (
+    "Call load_state_dict(..., assign=True), or quantize the source in this format first, as PEFT's "
+    f"set_base_model_state_dict needs it. Resize embeddings before they are quantized. {OF_AVERAGES} For "
+    "DistributedDataParallel give all processes the same quantized weights first: load one checkpoint, or set one seed "
+    "before the module is made."
+)
+_OF_COPIES_OF_WEIGHTS = (
+    "Copy source.dequantize(), or call load_state_dict(..., assign=True). fully_shard cuts quantized weights along "
+    "their first dimension alone: for them let shard_placement_fn return None."
+)
+
+
 @implements(aten.copy_.default)
 def _copy(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
     """Copy between equal formats only: any other copy would round, or inflate, without a word.
@@ -98,19 +110,10 @@ def _copy(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False)
     if isinstance(target, QuantizedTensor) and _holds(target, source):
         return target
     if not _are_alike(target, source):
-        next_step = (
-            "Call load_state_dict(..., assign=True), or quantize the source in this format first, as PEFT's "
-            f"set_base_model_state_dict needs it. Resize embeddings before they are quantized. {OF_AVERAGES} For "
-            "DistributedDataParallel give all processes the same quantized weights first: load one checkpoint, or set "
-            "one seed before the module is made."
-            if isinstance(target, QuantizedTensor)
-            else "Copy source.dequantize(), or call load_state_dict(..., assign=True). fully_shard cuts quantized "
-            "weights along their first dimension alone: for them let shard_placement_fn return None."
-        )
         expected = "two quantized tensors of one format, shape and scale dtype"
-        raise UnsupportedError(
-            "copy_", expected, f"{_describe(source)} to be copied into {_describe(target)}", next_step
-        )
+        actual = f"{_describe(source)} to be copied into {_describe(target)}"
+        next_step = _OF_COPIES_INTO_WEIGHTS if isinstance(target, QuantizedTensor) else _OF_COPIES_OF_WEIGHTS
+        raise UnsupportedError("copy_", expected, actual, next_step)
     assert isinstance(target, QuantizedTensor)
     assert isinstance(source, QuantizedTensor)
     for name, tensor in target.tensors.items():
@@ -287,7 +290,7 @@ def _view(func: Any, tensor: QuantizedTensor, shape: Sequence[int], **kwargs: An
 
 
 def _refuse_in_place(where: str, tensor: Tensor, *_: Any) -> Any:
-    """Refuse a function that would write to the quantized weight's own memory: it has none, and this would crash."""
+    """Refuse a function that would write to a quantized weight's own memory: it has none, so the write would crash."""
     if not isinstance(tensor, QuantizedTensor):
         return NotImplemented
     raise unsupported_in_place(where, tensor)
@@ -322,6 +325,7 @@ def set_data(tensor: Tensor, data: Tensor) -> Any:
             "fsdp_version 2 of accelerate.",
         )
     Tensor.data.__set__(tensor, data)  # type: ignore[attr-defined]
+    # Take over format, shape, dtype and orientation, then the stored tensors.
     return tensor.describe_(*data.flattened[1]).hold_(data.held)
 
 

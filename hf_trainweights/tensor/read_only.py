@@ -69,7 +69,7 @@ class ReadOnlyTensor(Tensor):
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        """The same values, read-only too."""
+        """The values of the tensor, also read-only."""
         return self.detach()
 
     @data.setter

@@ -2,8 +2,9 @@
 
 The weight `<module>.<parameter>` is stored as `<module>._<parameter>_qdata`, `<module>._<parameter>_scale` and so on,
 one for each tensor of its format. `<module>._<parameter>_format` holds the format and the transposed flag as JSON in a
-uint8 tensor. A weight has it if its format is not the one that the model's configuration names, and in a file of its
-own, without a configuration, each weight has it. The leading underscore keeps Transformers' renaming patterns off.
+uint8 tensor. A weight has that if it is transposed, or if its format is not the one that the model's configuration
+names. In a file without a configuration every weight has it. The leading underscore keeps Transformers' renaming
+patterns off.
 
 One entropy-coded tensor may stand for others, if the format is stored so or if it is smaller:
 `<module>._<parameter>_coded` for all tensors of a weight but its format, and `<module>._<parameter>_float_coded` for a
@@ -118,15 +119,15 @@ def unflatten_weight(
 ) -> Tensor:
     """Return the weight whose tensors in a file are given by suffix: a quantized one, or a float one that was coded.
 
-    The tensors are not copied. `dtype` is the dtype that the weight shows, None for the one it was saved with.
+    The tensors are not copied. `dtype` is the dtype of the weight, None for the one it was saved with.
     `default` is the format that the model's configuration names. A coded weight is decoded only if it has `shape`, None
     for any. If not `values`, only its header is read, and the result is on the meta device. CorruptFileError: a tensor
     is missing or misfits.
     """
     tensors = dict(tensors)
     if CODED_FLOAT_SUFFIX in tensors:
-        plain = decode_float(name, _only(name, tensors, CODED_FLOAT_SUFFIX), shape, values)
-        return plain.to(dtype or plain.dtype)
+        weight = decode_float(name, _only(name, tensors, CODED_FLOAT_SUFFIX), shape, values)
+        return weight.to(dtype or weight.dtype)
     form, transposed, saved_dtype = _read_format(name, tensors.pop(FORMAT_SUFFIX, None), default)
     if CODED_SUFFIX in tensors:
         coded_shape = (*shape[:-2], shape[-1], shape[-2]) if shape is not None and transposed else shape

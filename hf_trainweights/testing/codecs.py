@@ -123,6 +123,7 @@ class CodecContract:
             case = f"{dtype}, shape {shape}"
             assert (decoded.shape, decoded.dtype) == (tensor.shape, tensor.dtype), case
             assert decoded.is_contiguous(), case
+            # Then decoding may overwrite the anchor, which is a copy here.
             over_anchor = decode(codec, encoded, tensor, copied(references), is_anchor_spare=True)
             assert bits_equal(over_anchor, decoded), f"{case}, decoded over the anchor"
             if codec.lossless:
@@ -190,7 +191,7 @@ class CodecContract:
                     decode(codec, encoded, tensor, {name: wrong})
 
     def test_a_missing_reference_is_an_error_if_it_was_used(self, codec: Codec) -> None:
-        """`_decode` asks for it with `cls.needed`."""
+        """`_decode` asks for it with `cls.needed`. The codec uses all of its references for this tensor."""
         tensor = torch.rand(6, 8)
         encoded = codec.encode(tensor, {"anchor": tensor - 1e-3, "exp_avg_sq": tensor.square()})
         for name in codec.references:

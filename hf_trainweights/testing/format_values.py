@@ -21,7 +21,7 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "negative zeros": lambda values: values * (values > 2),
     "one sign": lambda values: values.abs(),
     "other sign": lambda values: -values.abs(),
-    "even tails": lambda values: values.sign(),  # one magnitude with both signs
+    "even tails": lambda values: values.sign(),  # both ends of a group are equally far from 0
     "smallest normal": lambda values: values * 2.0**-126,
     "denormal": lambda values: values * 2.0**-140,
     "small of float16": lambda values: values * 2.0**-18,
@@ -32,7 +32,7 @@ _SMALL_SHAPES = [(1, 1), (1, 7), (257, 3), (3, 96), (2, 128)]
 
 
 class FormatSubjects:
-    """The formats that a contract is run on, and the facts about them that nobody can measure."""
+    """The formats that a contract is run on, and the facts about them that a subclass states."""
 
     formats: ClassVar[Sequence[Format]] = ()
     """The formats, with all parameters that a user will choose; each test runs on each."""
@@ -146,7 +146,8 @@ class FormatValues(FormatSubjects):
             unit = subject.dequantize(ones, weight.shape, torch.float32)
             product = unit.double().view(64, G, -1) * tensors["scale"].double().unsqueeze(-1)
             for to in (*FLOAT_DTYPES, torch.float64):
-                # The one product that does not fit float32 is rounded to it on the way to 16 bits.
+                # A float32 scale times a code may need more than 24 bits. On the way to 16 bits such a product is
+                # rounded to float32 first.
                 twice = dtype is torch.float32 and to in (torch.bfloat16, torch.float16)
                 exact = round_once(product, torch.float32) if twice else product
                 values = subject.dequantize(tensors, weight.shape, to)

@@ -51,7 +51,10 @@ class ProductContract(FormatSubjects):
     def test_products_are_as_exact_as_those_of_the_dequantized_weight(
         self, subject: Format, dtype: torch.dtype
     ) -> None:
-        """The error is at most 1.5 times that of the float weight, which is rounded once; nothing is dequantized."""
+        """The error is at most 1.5 times that of a product with the dequantized weight, rounded once.
+
+        The product does not dequantize the whole weight.
+        """
         FALLBACKS.clear()
         for N, K in self.shapes:
             weight = self.weight(subject, N, K, dtype)
@@ -166,7 +169,7 @@ class ProductContract(FormatSubjects):
 
         compiled = torch.compile(F.linear, fullgraph=True, dynamic=True, backend=backend)
         with torch.no_grad():
-            for rows in (11, 23, 70):  # other numbers than that of groups: PyTorch takes equal numbers for the same one
+            for rows in (11, 23, 70):  # not the number of groups: torch.compile would give equal sizes one symbol
                 x = weight_with_outliers(rows, weight.shape[1])
                 assert torch.equal(compiled(x, weight), F.linear(x, weight))
         assert len(graphs) == 1

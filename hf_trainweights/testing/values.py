@@ -37,10 +37,11 @@ def assert_close_product(
 
     Args:
         result: The product with a quantized weight.
-        dense: The product with the dequantized weight, in the same dtype; its error is the floor, at least half a unit.
+        dense: The product with the dequantized weight, in the same dtype. Its error is the floor, which counts as at
+            least eps / 2 of the norm of `exact`.
         exact: The product with the dequantized weight in float64.
-        terms: For each result the norm of the terms of its sum, if the weight has column scales: x is rounded once
-            more, which adds to the floor.
+        terms: For a weight with column scales, the norm of the terms of each result's sum: x is multiplied by the
+            scales and rounded once more, which adds to the floor.
         usual_size: The norm that `exact` would have with other signs of x, if it may be small by chance.
     """
     assert (result.shape, result.dtype) == (dense.shape, dense.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers import (
 )
 
 from hf_trainweights import KVCache
+from hf_trainweights.cache.own_states import decode_state, encode_state
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
 
 from .test_kv_cache import HEADS, KINDS, OTHERS, SIZES, encoder_decoder, generate, llama, made, mistral, prompt
@@ -45,8 +47,8 @@ def test_what_is_generated_from_a_loaded_cache_is_the_same(kind: Any, count: int
     loaded = KVCache.load(tmp_path / "a.safetensors", model.config)
     assert loaded.kinds == cache.kinds
     for more in (1, 90, 3):
-        found, expected = (model(prompt(more)["input_ids"], past_key_values=each).logits for each in (loaded, cache))
-        assert torch.equal(found, expected)
+        actual, expected = (model(prompt(more)["input_ids"], past_key_values=each).logits for each in (loaded, cache))
+        assert torch.equal(actual, expected)
     cache.save(tmp_path / "b.safetensors")
     loaded.save(tmp_path / "c.safetensors")
     assert (tmp_path / "b.safetensors").read_bytes() == (tmp_path / "c.safetensors").read_bytes()
@@ -68,8 +70,8 @@ def test_a_window_goes_on_where_it_was(tmp_path: Path) -> None:
     model, cache = saved_window(tmp_path / "a.safetensors")
     loaded = KVCache.load(tmp_path / "a.safetensors", model.config)
     assert loaded.get_seq_length() == 480
-    found, expected = (model(prompt(3)["input_ids"], past_key_values=each).logits for each in (loaded, cache))
-    assert torch.equal(found, expected)
+    actual, expected = (model(prompt(3)["input_ids"], past_key_values=each).logits for each in (loaded, cache))
+    assert torch.equal(actual, expected)
 
 
 def test_both_caches_of_an_encoder_decoder_are_saved(tmp_path: Path) -> None:
@@ -176,8 +178,8 @@ def test_states_that_transformers_keeps_are_saved_too(name: str, tmp_path: Path)
     model, cache = saved(tmp_path / "a.safetensors", model=made(HYBRIDS[name]()))
     loaded = KVCache.load(tmp_path / "a.safetensors", model.config)
     for more in (1, 1, 3):
-        found, expected = (model(prompt(more)["input_ids"], past_key_values=each).logits for each in (loaded, cache))
-        assert torch.equal(found, expected)
+        actual, expected = (model(prompt(more)["input_ids"], past_key_values=each).logits for each in (loaded, cache))
+        assert torch.equal(actual, expected)
     loaded.save(tmp_path / "b.safetensors")
     cache.save(tmp_path / "c.safetensors")
     assert (tmp_path / "b.safetensors").read_bytes() == (tmp_path / "c.safetensors").read_bytes()
@@ -204,6 +206,26 @@ def test_a_damaged_state_is_refused(name: str, tmp_path: Path) -> None:
     changed(tmp_path / "a.safetensors", lambda content, _: change(content["self"][0]))
     with pytest.raises(CorruptFileError, match=message):
         KVCache.load(tmp_path / "a.safetensors", model.config)
+
+
+class Plain:
+    """A layer of a class that is not this package's, with one attribute."""
+
+    def __init__(self, state: Any = None):
+        self.state = state
+
+
+@pytest.mark.parametrize("state", [0.5, math.inf, 3, True, None, torch.bfloat16, {"a": {0: 0.25}}], ids=str)
+def test_the_attributes_of_a_layer_come_back(state: Any) -> None:
+    encoded, tensors = encode_state("self.0", Plain(state))
+    layer = Plain()
+    decode_state(layer, json.loads(json.dumps(encoded)), tensors.__getitem__)
+    assert layer.state == state
+
+
+def test_a_dtype_that_no_cache_has_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"self\.0\.state: expected a number, a tensor or a dict .*found dtype"):
+        encode_state("self.0", Plain(torch.float64))
 
 
 class Strange:

@@ -77,16 +77,16 @@ WAYS: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {
 def test_generating_gives_what_transformers_cache_gives(way: str, make: Any, kind: Any) -> None:
     torch.manual_seed(0)
     model, (inputs, options) = make(), WAYS[way]
-    expected, found = (
+    expected, actual = (
         generate(model, inputs, **options),
         generate(model, inputs, KVCache(model.config, kind), **options),
     )
     if kind == "bf16":
-        assert torch.equal(found.sequences, expected.sequences)
-        assert all(map(torch.equal, found.logits, expected.logits))
+        assert torch.equal(actual.sequences, expected.sequences)
+        assert all(map(torch.equal, actual.logits, expected.logits))
         return
     # Until a near tie falls the other way, after which all is another text.
-    for own, exact in zip(found.logits[:2], expected.logits[:2], strict=True):
+    for own, exact in zip(actual.logits[:2], expected.logits[:2], strict=True):
         if own.shape == exact.shape and way != "sampling":
             assert (own - exact).norm() <= LIMITS[kind] * exact.norm()
 
@@ -100,8 +100,8 @@ def test_an_assistant_proposes_tokens_that_are_taken_back(make: Callable[[], Any
         parameter.data *= 0.9
     options = {"assistant_model": assistant, "max_new_tokens": 3 * NEW_TOKENS}
     expected = generate(model, prompt(batch=1), **options)
-    found = generate(model, prompt(batch=1), KVCache(model.config, "bf16"), **options)
-    assert torch.equal(found.sequences, expected.sequences)
+    actual = generate(model, prompt(batch=1), KVCache(model.config, "bf16"), **options)
+    assert torch.equal(actual.sequences, expected.sequences)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -112,8 +112,8 @@ def test_a_second_turn_goes_on_with_the_same_cache(kind: Any) -> None:
     own, exact = KVCache(model.config, kind), DynamicCache(config=model.config)
     for count in (70, 50, 1, 1, 20):
         ids = prompt(count)["input_ids"]
-        found, expected = (model(ids, past_key_values=cache).logits for cache in (own, exact))
-        assert (found - expected).norm() <= LIMITS[kind] * expected.norm()
+        actual, expected = (model(ids, past_key_values=cache).logits for cache in (own, exact))
+        assert (actual - expected).norm() <= LIMITS[kind] * expected.norm()
     assert own.get_seq_length() == exact.get_seq_length() == 142
 
 
@@ -135,8 +135,8 @@ def test_an_encoder_decoder_has_a_cache_for_each_attention(name: str, kind: str)
     model = encoder_decoder(name)
     cache = KVCache(model.config, kind)
     assert isinstance(cache, EncoderDecoderKVCache)
-    expected, found = generate(model, prompt()), generate(model, prompt(), cache)
-    for own, exact in zip(found.logits[:2], expected.logits[:2], strict=True):
+    expected, actual = generate(model, prompt()), generate(model, prompt(), cache)
+    for own, exact in zip(actual.logits[:2], expected.logits[:2], strict=True):
         assert (own - exact).norm() <= LIMITS[kind] * exact.norm()
     assert cache.cross_attention_cache.layers[1].length == len(prompt()["input_ids"][0])
 
@@ -190,8 +190,8 @@ OTHERS: dict[str, Any] = {
 def test_models_of_other_attention_get_right_results(name: str, kind: str) -> None:
     torch.manual_seed(0)
     model = made(OTHERS[name]())
-    expected, found = generate(model, prompt()), generate(model, prompt(), KVCache(model.config, kind))
-    for own, exact in zip(found.logits[:2], expected.logits[:2], strict=True):
+    expected, actual = generate(model, prompt()), generate(model, prompt(), KVCache(model.config, kind))
+    for own, exact in zip(actual.logits[:2], expected.logits[:2], strict=True):
         assert (own - exact).norm() <= LIMITS[kind] * exact.norm()
 
 
@@ -204,10 +204,10 @@ def test_models_of_every_dtype_are_served(dtype: torch.dtype, kind: str) -> None
     own, exact = KVCache(model.config, kind), DynamicCache(config=model.config)
     for count in (70, 3, 1):
         ids = prompt(count)["input_ids"]
-        found, expected = (model(ids, past_key_values=cache).logits for cache in (own, exact))
+        actual, expected = (model(ids, past_key_values=cache).logits for cache in (own, exact))
         limit = 0.005 if kind == "bf16" and dtype == torch.float32 else LIMITS[kind]
-        assert found.dtype == dtype
-        assert (found - expected).norm() <= limit * expected.norm()
+        assert actual.dtype == dtype
+        assert (actual - expected).norm() <= limit * expected.norm()
 
 
 @pytest.mark.skipif(not is_available(), reason="this machine has no compiled library")
@@ -262,8 +262,8 @@ def test_tokens_are_taken_back(kind: Any) -> None:
         model(prompt(70)["input_ids"], past_key_values=cache)
     model(prompt(9)["input_ids"], past_key_values=caches[0])
     caches[0].crop(-9)
-    found, expected = (model(prompt(1)["input_ids"], past_key_values=cache).logits for cache in caches)
-    assert torch.equal(found, expected)
+    actual, expected = (model(prompt(1)["input_ids"], past_key_values=cache).logits for cache in caches)
+    assert torch.equal(actual, expected)
 
 
 @torch.no_grad()
@@ -307,3 +307,19 @@ def test_tokens_before_a_window_are_forgotten_and_cannot_come_back() -> None:
     assert cache.layers[0].length < 500
     with pytest.raises(ConfigError, match="tokens to remove, found 600"):
         cache.crop(-600)
+
+
+@torch.no_grad()
+def test_while_the_past_is_recorded_a_crop_forgets_tokens_before_a_window() -> None:
+    model = mistral()
+    caches = [KVCache(model.config, "int8") for _ in range(2)]
+    caches[0].activate_past_recording()
+    for _ in range(30):
+        for cache in caches:
+            model(prompt(40)["input_ids"], past_key_values=cache)
+    assert caches[0].layers[0].length == 1200
+    caches[0].crop(0)
+    assert caches[0].get_seq_length() == 1200
+    assert caches[0].layers[0].length < 500
+    recorded, expected = (model(prompt(1)["input_ids"], past_key_values=cache).logits for cache in caches)
+    assert torch.equal(recorded, expected)

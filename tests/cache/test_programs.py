@@ -59,9 +59,9 @@ def test_one_program_serves_all_steps_and_the_next_cache(kind: Any) -> None:
 @torch.no_grad()
 def test_the_program_of_inductor_gives_nearly_the_logits_of_eager_mode() -> None:
     model = llama()
-    found = steps(compiled(model, backend="inductor"), filled(model), 5)
+    actual = steps(compiled(model, backend="inductor"), filled(model), 5)
     expected = steps(model, filled(model), 5)
-    assert (found - expected).norm() <= 0.02 * expected.norm()
+    assert (actual - expected).norm() <= 0.02 * expected.norm()
 
 
 @torch.no_grad()
@@ -95,8 +95,8 @@ def test_generate_takes_a_compiled_model(options: dict[str, Any]) -> None:
     options = {**inputs, **options, "max_new_tokens": 12, "do_sample": False}
     expected = model.generate(**options, past_key_values=KVCache(model.config, "int8"))
     model.forward = compiled(model, fullgraph=False)
-    found = model.generate(**options, past_key_values=KVCache(model.config, "int8"))
-    assert torch.equal(found, expected)
+    actual = model.generate(**options, past_key_values=KVCache(model.config, "int8"))
+    assert torch.equal(actual, expected)
 
 
 @torch.no_grad()
@@ -112,10 +112,10 @@ def test_stored_tokens_cross_from_one_program_to_the_next() -> None:
     expected = steps(model, own, 3)
     ALL_ATTENTION_FUNCTIONS["sdpa"] = break_and_attend
     try:
-        found = steps(forward, cache, 3)
+        actual = steps(forward, cache, 3)
     finally:
         ALL_ATTENTION_FUNCTIONS["sdpa"] = attention
-    assert (found - expected).norm() <= 0.02 * expected.norm()
+    assert (actual - expected).norm() <= 0.02 * expected.norm()
 
 
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
@@ -145,8 +145,8 @@ def test_an_encoder_decoder_is_compiled_with_its_caches() -> None:
         states = (encoded.encoder_last_hidden_state,)
         ids = torch.ones(2, 1, dtype=torch.long)
         outs += [each(encoder_outputs=states, decoder_input_ids=ids, past_key_values=cache).logits for _ in range(3)]
-    for found, expected in zip(outs[:3], outs[3:], strict=True):
-        assert (found - expected).norm() <= 0.02 * expected.norm()
+    for actual, expected in zip(outs[:3], outs[3:], strict=True):
+        assert (actual - expected).norm() <= 0.02 * expected.norm()
 
 
 @torch.no_grad()
@@ -156,11 +156,11 @@ def test_a_program_writes_to_the_cache_that_it_was_called_with_alone() -> None:
     first = filled(model)
     steps(forward, first, 3)
     second = copy.deepcopy(first)
-    found = steps(forward, first, 4)
+    logits = steps(forward, first, 4)
     assert second.get_seq_length() == 73
-    assert torch.equal(steps(forward, second, 4), found)
+    assert torch.equal(steps(forward, second, 4), logits)
     first.crop(-4)
-    assert torch.equal(steps(forward, first, 4), found)
+    assert torch.equal(steps(forward, first, 4), logits)
 
 
 # PyTorch looks at the gradient of an activation where a program ends and goes on.

@@ -18,7 +18,7 @@ from hf_trainweights.checkpoint.run.weight_files import read_weights, weight_fil
 
 def holds(path: Path, step: int) -> bool:
     loaded = read_weights(weight_files(path)[0])
-    return all(torch.equal(loaded[name], each) for name, each in weights(step).items())
+    return all(torch.equal(loaded[name], weight) for name, weight in weights(step).items())
 
 
 @pytest.mark.slow

@@ -93,10 +93,10 @@ def run(tmp_path):
 def test_a_save_leaves_the_old_or_the_new_checkpoint(run, monkeypatch, anchor_every):
     steps, killed = [], []
     for when in replay(run, lambda: write_example(run, 3, anchor_every=anchor_every), monkeypatch):
-        found = load_checkpoint(latest(run))
-        steps.append(found["step"])
-        killed += [found["step"]] * (", killed:" in when)
-        assert is_example(found, found["step"]), when
+        loaded = load_checkpoint(latest(run))
+        steps.append(loaded["step"])
+        killed += [loaded["step"]] * (", killed:" in when)
+        assert is_example(loaded, loaded["step"]), when
     assert set(steps) == {2, 3}
     assert set(steps[-len(OUTCOMES) :]) == {3}
     assert killed == sorted(killed)
@@ -116,19 +116,19 @@ def test_a_save_that_needs_several_anchors_leaves_the_old_or_the_new_checkpoint(
         write(step)
     steps = []
     for when in replay(root, lambda: write(4), monkeypatch):
-        found = load_checkpoint(latest(root))
-        steps.append(found["step"])
-        assert (found["model"]["w"] - example(found["step"])["model"]["w"]).abs().max() < 1e-3, when
-        assert len(list((root / f"checkpoint-{found['step']}").glob("*.anchor"))) == found["step"] - 1, when
+        loaded = load_checkpoint(latest(root))
+        steps.append(loaded["step"])
+        assert (loaded["model"]["w"] - example(loaded["step"])["model"]["w"]).abs().max() < 1e-3, when
+        assert len(list((root / f"checkpoint-{loaded['step']}").glob("*.anchor"))) == loaded["step"] - 1, when
     assert set(steps) == {3, 4}
 
 
 def test_removing_a_checkpoint_leaves_it_whole_or_gone(run, monkeypatch):
     steps = []
     for when in replay(run, lambda: remove_checkpoint(run / "checkpoint-2"), monkeypatch):
-        found = load_checkpoint(latest(run))
-        steps.append(found["step"])
-        assert is_example(found, found["step"]), when
+        loaded = load_checkpoint(latest(run))
+        steps.append(loaded["step"])
+        assert is_example(loaded, loaded["step"]), when
     assert set(steps) == {1, 2}
 
 
@@ -208,19 +208,19 @@ def test_weights_under_other_names_are_all_there_or_their_checkpoint_is_passed_o
         replace_weights(path, renamed(stored))
         compress_directory(path)
 
-    found, killed = [], []
+    actual, killed = [], []
     for when in replay(root, action, monkeypatch):
         is_offered = latest(root) == str(path)
         loaded = loaded_by_transformers(path)
         expected = renamed(stored) if is_offered or "module.w" in loaded else stored
         assert loaded.keys() == expected.keys(), when
         assert all(torch.equal(loaded[name], expected[name]) for name in expected), when
-        found.append((is_offered, verify_checkpoint(path).ok))
-        killed += found[-1:] * (", killed:" in when)
+        actual.append((is_offered, verify_checkpoint(path).ok))
+        killed += actual[-1:] * (", killed:" in when)
     assert killed == sorted(killed)
     # From the module's names a Trainer resumes exactly: they are there before anything is encoded.
     assert {(False, False), (True, False)} < set(killed)
-    assert set(found[-len(OUTCOMES) :]) == {(True, True)}
+    assert set(actual[-len(OUTCOMES) :]) == {(True, True)}
 
 
 def test_restoring_in_place_can_be_loaded_at_every_moment(tmp_path, monkeypatch):
@@ -370,10 +370,10 @@ def test_sigkill_at_any_time_leaves_a_whole_checkpoint_to_go_on_from(tmp_path):
         time.sleep(delay_seconds)
         os.kill(child, signal.SIGKILL)
         assert exit_code_of(child) == -signal.SIGKILL
-        found = load_checkpoint(latest(tmp_path / "run"))
-        assert torch.equal(found["model"]["weight"], torch.full((64, 64), float(found["step"])))
-        assert found["step"] >= reached
-        reached = found["step"]
+        loaded = load_checkpoint(latest(tmp_path / "run"))
+        assert torch.equal(loaded["model"]["weight"], torch.full((64, 64), float(loaded["step"])))
+        assert loaded["step"] >= reached
+        reached = loaded["step"]
     assert reached >= 3
 
 

@@ -102,11 +102,11 @@ def test_a_flipped_bit_in_a_zip_header_is_an_error_that_names_the_file_or_harmle
     messages, different = [], []
     for position in flips(file, stride=1 if name == "is_encoded" else 5):
         try:
-            found = read(file)
+            actual = read(file)
         except TrainWeightsError as error:
             messages.append(str(error))
         else:
-            different += [] if found in (expected, False) else [position]
+            different += [] if actual in (expected, False) else [position]
     assert different == []
     assert [message for message in messages if str(file) not in message] == []
     assert len(messages) > 100 or name == "is_encoded"
@@ -133,9 +133,9 @@ def test_a_run_goes_on_from_its_newest_whole_checkpoint_whatever_bit_has_flipped
         report = verify_checkpoint(newest)
         assert report.problems == {WEIGHTS: "has other content than when it was saved"}
         with pytest.warns(UserWarning, match=f"checkpoint-{LAST_STEP} is passed over: {WEIGHTS} has other content"):
-            found = latest(root)
-        assert found is not None
-        assert fingerprint(load_checkpoint(found)["model"]) == expected
+            actual = latest(root)
+        assert actual is not None
+        assert fingerprint(load_checkpoint(actual)["model"]) == expected
         assert collect_garbage(root) == []
     assert {path: path.read_bytes() for path in newest.iterdir()} == before
 

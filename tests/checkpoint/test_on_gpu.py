@@ -66,9 +66,9 @@ def test_a_trainer_goes_on_exactly(options: dict[str, Any], tmp_path: Path) -> N
     saved = tmp_path / "checkpoint-3"
     assert verify_checkpoint(saved).ok
     assert is_encoded(saved / "optimizer.pt")
-    found, continued = train(resume=True)
+    actual, continued = train(resume=True)
     assert continued == {step: losses[step] for step in range(4, STEPS + 1)}
-    assert found == expected
+    assert actual == expected
 
 
 class Loop:

@@ -158,7 +158,7 @@ def test_a_trainer_keeps_other_states_exact_and_says_whose_they_are(
     with caplog.at_level(logging.WARNING, "hf_trainweights.checkpoint.planning.optimizers"):
         trainer.train()
     name = f"checkpoint.optimizers.{kind}"
-    assert [each for each in caplog.messages if "stay exact" in each] == [
+    assert [message for message in caplog.messages if "stay exact" in message] == [
         f"The states of {name} stay exact: no rule says how they move weights (see register_update_rule)."
     ]
     manifest = read_manifest(tmp_path / "checkpoint-4")

@@ -159,9 +159,9 @@ def test_a_killed_rank_leaves_checkpoints_from_which_all_ranks_resume(
     assert str(KILLED) in outcomes[dying_rank].text
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = latest(tmp_path / "killed")
-    assert found is not None
-    assert Path(found).name in ("checkpoint-4", "checkpoint-6")
+        newest = latest(tmp_path / "killed")
+    assert newest is not None
+    assert Path(newest).name in ("checkpoint-4", "checkpoint-6")
     plain = run_ranks(RANKS, train, tmp_path / "plain", "SHARDED_STATE_DICT")
-    resumed = run_ranks(RANKS, train, tmp_path / "killed", "SHARDED_STATE_DICT", (), found)
+    resumed = run_ranks(RANKS, train, tmp_path / "killed", "SHARDED_STATE_DICT", (), newest)
     assert_equal(resumed[0][1], plain[0][1])

@@ -65,7 +65,9 @@ def of_package(package: str, name: str) -> Callable[[nn.Module], torch.optim.Opt
 
     def make(model: nn.Module) -> torch.optim.Optimizer:
         module = pytest.importorskip(package)
-        return getattr(module, name)([each for each in model.parameters() if each.requires_grad], lr=1e-3)
+        return getattr(module, name)(
+            [parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-3
+        )
 
     return make
 
@@ -149,7 +151,7 @@ def test_a_flow_that_stops_within_an_epoch_goes_on_exactly(tmp_path: Path, name:
 @pytest.mark.parametrize("name", ["LoRA", "LoRA on int8"])
 def test_a_checkpoint_of_adapters_holds_nothing_of_the_base_model(tmp_path: Path, name: str) -> None:
     trainer, _ = FLOWS[name].run(tmp_path, TrainWeightsCheckpointCallback())
-    trained = [each for each in trainer.model.parameters() if each.requires_grad]
+    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     manifest = read_manifest(tmp_path / f"checkpoint-{STEPS}")
     weights = manifest.files["adapter_model.bin"].report["tensors"]
     assert len(weights) == len(trained)

@@ -88,7 +88,7 @@ def test_a_directory_that_is_no_checkpoint_is_an_error_in_one_line(command: str,
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith(f"error: {tmp_path}: expected a checkpoint, or a directory of checkpoint-<step>")
     assert result.stderr.count("\n") == 1
-    assert [each.name for each in tmp_path.iterdir()] == ["thesis.txt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
 @pytest.mark.slow
@@ -159,7 +159,7 @@ def test_rules_are_read_as_names_and_as_json(run_directory: Path) -> None:
     rules = ("--rule", "re:.*embed.*=raw", "--rule", 'weight={"codec": "delta-uniform", "bound": 1e-3}')
     run_json("compress", run_directory / "checkpoint-200", *rules)
     reports = run_json("inspect", run_directory / "checkpoint-200")["files"]["pytorch_model.bin"]["report"]["tensors"]
-    codecs = {each["name"]: (each["codec"], each["bound"]) for each in reports}
+    codecs = {report["name"]: (report["codec"], report["bound"]) for report in reports}
     assert codecs["embed.weight"] == ("raw", None)
     assert codecs["head.weight"][0] == "delta-uniform"
     assert 0 < codecs["head.weight"][1] <= 1e-3
@@ -276,7 +276,7 @@ def test_a_dry_run_says_what_compress_would_do_and_changes_nothing(what: str, mo
     before = everything(run_directory)
     tried = run_json("compress", run_directory / what, "--mode", mode, "--dry-run")
     assert everything(run_directory) == before
-    assert [each.name for each in run_directory.iterdir() if not each.name.startswith("checkpoint-")] == []
+    assert [path.name for path in run_directory.iterdir() if not path.name.startswith("checkpoint-")] == []
     done = run_json("compress", run_directory / what, "--mode", mode)
     for first, second in zip(tried, done, strict=True):
         assert first["bytes_after"] == pytest.approx(second["bytes_after"], abs=64)  # dates in manifests

@@ -34,7 +34,7 @@ def test_inspect_shows_all_tensors_if_asked(int4: Path) -> None:
     result = run("inspect", int4, "--tensors")
     rows = [line.split() for line in result.stdout.splitlines()]
     assert ["model.layers.0.mlp.up_proj.weight", "int4", "g32", "[128,", "64]", "5.1", "kB"] in rows
-    names = {each["name"] for each in run_json("inspect", int4)["tensors"]}
+    names = {tensor["name"] for tensor in run_json("inspect", int4)["tensors"]}
     assert names <= {row[0] for row in rows if row}
     assert "smaller" not in result.stdout
 

@@ -133,7 +133,7 @@ def test_wrong_usage_exits_with_2_and_writes_nothing(
     for name, text in {"text": "int8", "list": "[]", "wrong": '{"lm_head": "int3"}'}.items():
         (tmp_path / name).write_text(text)
     files = {name: str(tmp_path / name) for name in ("missing", "text", "list", "wrong")}
-    result = run("quantize", llama, tmp_path / "out", *(each.format(**files) for each in arguments), width=400)
+    result = run("quantize", llama, tmp_path / "out", *(argument.format(**files) for argument in arguments), width=400)
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in unwrapped(result.stderr)
     assert unwrapped(result.stderr).count("expected") <= 1

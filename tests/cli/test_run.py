@@ -158,12 +158,12 @@ if __name__ == "__main__":
 def test_a_process_ends_as_python_lets_it_end(name: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROCESSES[name], encoding="utf-8")
-    expected, found = (
+    expected, actual = (
         subprocess.run([sys.executable, *start, program], stdin=subprocess.DEVNULL, capture_output=True, check=False)
         for start in ((), ("-W", "ignore", "-m", "hf_trainweights", "run"))
     )
-    assert (found.returncode, found.stdout) == (expected.returncode, expected.stdout)
-    assert found.stderr.splitlines()[-1:] == expected.stderr.splitlines()[-1:]
+    assert (actual.returncode, actual.stdout) == (expected.returncode, expected.stdout)
+    assert actual.stderr.splitlines()[-1:] == expected.stderr.splitlines()[-1:]
 
 
 GENERATES = """

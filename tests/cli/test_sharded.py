@@ -40,7 +40,7 @@ def test_a_missing_shard_is_damage(checkpoint: Path) -> None:
 
 
 def test_tensors_are_listed_whole(checkpoint: Path) -> None:
-    tensors = {each["name"]: each for each in run_json("inspect", checkpoint)["tensors"]}
+    tensors = {tensor["name"]: tensor for tensor in run_json("inspect", checkpoint)["tensors"]}
     assert tensors["embed.weight"]["shape"] == [128, 64]
     assert "optimizer: state.embed.weight.exp_avg" in tensors
 

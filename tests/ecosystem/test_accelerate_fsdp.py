@@ -63,7 +63,7 @@ def allow_fsdp() -> None:
 def is_spread(model: nn.Module) -> bool:
     """Return whether the base weights are quantized shards."""
     weights = [parameter for name, parameter in model.named_parameters() if "k_proj" in name]
-    return all(isinstance(each, DTensor) and isinstance(each.to_local(), QuantizedTensor) for each in weights)
+    return all(isinstance(weight, DTensor) and isinstance(weight.to_local(), QuantizedTensor) for weight in weights)
 
 
 def prepared(rank: int, source: Path, **how: Any) -> tuple[Accelerator, nn.Module, torch.optim.Optimizer]:

@@ -130,15 +130,15 @@ def computes_as_dequantized(subject: Subject, config: dict[str, Any]) -> None:
     """The outputs are near those of the dequantized model, and not those of the float model."""
     model = subject.quantized(config)
     inputs = _known(subject.inputs)
-    found = run(model, inputs)
+    actual = run(model, inputs)
     dequantized = copy.deepcopy(model)
     dequantized.dequantize()
     if any(isinstance(parameter, QuantizedTensor) for parameter in dequantized.parameters()):
         raise DifferenceError("dequantize leaves quantized weights")
     expected = run(dequantized, inputs)
-    if distance(found, expected) > NEAR and _jumps(dequantized, inputs, expected):
+    if distance(actual, expected) > NEAR and _jumps(dequantized, inputs, expected):
         raise NotAskedError("its outputs jump where weights change by a millionth")
-    require_near(found, expected, NEAR)
+    require_near(actual, expected, NEAR)
 
 
 @torch.no_grad()

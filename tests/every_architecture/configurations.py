@@ -131,7 +131,7 @@ def _stages(config: PreTrainedConfig, values: dict[str, Any]) -> dict[str, Any]:
     names, given = getattr(config, "stage_names", None), getattr(config, "out_features", None)
     if not names or not given:
         return {}
-    name = next((each for each in _NUMBER_OF_LAYERS if vars(config).get(each) == len(names) - 1), None)
+    name = next((layer for layer in _NUMBER_OF_LAYERS if vars(config).get(layer) == len(names) - 1), None)
     if name is None or len(given) == 1 or isinstance(values.get("layer_types"), list):
         return {} if name else {"out_features": list(given)}
     layers = max(len(given), values[name])

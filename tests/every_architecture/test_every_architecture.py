@@ -87,7 +87,7 @@ def change_the_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     run, calls = cells.run, iter(range(1, 100))
 
     def change(model: Any, inputs: Any) -> list[torch.Tensor]:
-        is_quantized = any(isinstance(each, QuantizedTensor) for each in model.parameters())
+        is_quantized = any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters())
         return [value + 0.01 * next(calls) * is_quantized for value in run(model, inputs)]
 
     monkeypatch.setattr(cells, "run", change)
@@ -98,7 +98,9 @@ def resume_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     load = Trainer._load_from_checkpoint
 
     def change(trainer: Trainer, *args: Any, **options: Any) -> None:
-        if not any(isinstance(each, TrainWeightsCheckpointCallback) for each in trainer.callback_handler.callbacks):
+        if not any(
+            isinstance(callback, TrainWeightsCheckpointCallback) for callback in trainer.callback_handler.callbacks
+        ):
             load(trainer, *args, **options)
 
     monkeypatch.setattr(Trainer, "_load_from_checkpoint", change)

@@ -63,12 +63,12 @@ def assert_reads_the_same(
 ) -> None:
     """Check that what a stock process computes is what the dequantized model does; `model` is float afterwards."""
     inputs = ARCHITECTURES[architecture].inputs(model)
-    found = reader.outputs(directory, inputs, dequantize)
+    actual = reader.outputs(directory, inputs, dequantize)
     model.dequantize()
     expected = outputs(model, inputs)
     assert expected
-    assert [tensor.dtype for tensor in found] == [tensor.dtype for tensor in expected]
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert [tensor.dtype for tensor in actual] == [tensor.dtype for tensor in expected]
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.covering(1)

@@ -73,10 +73,10 @@ def test_each_tensor_is_the_dequantized_weight(
 ) -> None:
     model = quantized(architecture, dtype, **FORMATS[name])
     export_gguf(model, tmp_path / "model.gguf", byte_level())
-    found, expected = read(tmp_path / "model.gguf"), expected_tensors(model)
-    assert found.keys() == expected.keys()
+    actual, expected = read(tmp_path / "model.gguf"), expected_tensors(model)
+    assert actual.keys() == expected.keys()
     for key, values in expected.items():
-        assert np.array_equal(gguf.dequantize(found[key].data, found[key].tensor_type), values.numpy()), key
+        assert np.array_equal(gguf.dequantize(actual[key].data, actual[key].tensor_type), values.numpy()), key
 
 
 @pytest.mark.parametrize(
@@ -157,8 +157,8 @@ def test_codes_and_scales_are_those_of_the_model(tmp_path: Path, rows: str, name
     model = quantized(architecture, torch.bfloat16, **FORMATS[name], overrides=gate)
     export_gguf(model, tmp_path / "model.gguf", byte_level())
     tensors = read(tmp_path / "model.gguf")
-    found = zip(*(codes_and_scales_of_file(tensors[f"blk.1.{target}.weight"]) for target in targets), strict=True)
-    for parts, expected in zip(found, codes_and_scales_of_model(model.get_parameter(source)), strict=True):
+    actual = zip(*(codes_and_scales_of_file(tensors[f"blk.1.{target}.weight"]) for target in targets), strict=True)
+    for parts, expected in zip(actual, codes_and_scales_of_model(model.get_parameter(source)), strict=True):
         assert torch.equal(inverse(*parts), expected)
 
 
@@ -496,10 +496,10 @@ def test_a_real_sentence_encoder_has_its_weights_words_and_pooling(tmp_path: Pat
     shutil.copy(source / "modules.json", tmp_path / "minilm")
     shutil.copytree(source / "1_Pooling", tmp_path / "minilm" / "1_Pooling")
     export_gguf(tmp_path / "minilm", tmp_path / "minilm.gguf")
-    found, expected = read(tmp_path / "minilm.gguf"), expected_tensors(model)
-    assert found.keys() == expected.keys()
+    actual, expected = read(tmp_path / "minilm.gguf"), expected_tensors(model)
+    assert actual.keys() == expected.keys()
     for key, values in expected.items():
-        assert np.array_equal(gguf.dequantize(found[key].data, found[key].tensor_type), values.numpy()), key
+        assert np.array_equal(gguf.dequantize(actual[key].data, actual[key].tensor_type), values.numpy()), key
     said = fields(tmp_path / "minilm.gguf")
     assert (said["bert.pooling_type"], said["bert.block_count"]) == (gguf.PoolingType.MEAN, 6)
     tokens = said["tokenizer.ggml.tokens"]

@@ -167,11 +167,11 @@ def test_special_tokens_that_the_tokenizer_does_not_name_are_the_models() -> Non
 def test_transformers_reads_a_tokenizer_with_scores(tmp_path: Path, normalizer: Any) -> None:
     kind = "pre_tokenizer" if normalizer is METASPACE else "normalizer"
     tokenizer = sentencepiece_like(**{kind: normalizer})
-    found, expected = ids(read_back(tokenizer, tmp_path)), ids(tokenizer)
+    actual, expected = ids(read_back(tokenizer, tmp_path)), ids(tokenizer)
     if normalizer is PREPEND:
         # Transformers' reader puts no space before a text that begins with one, or after a special token.
-        found, expected = [found[0], found[2], found[4]], [expected[0], expected[2], expected[4]]
-    assert found == expected
+        actual, expected = [actual[0], actual[2], actual[4]], [expected[0], expected[2], expected[4]]
+    assert actual == expected
 
 
 def test_scores_are_in_the_order_of_the_merges() -> None:

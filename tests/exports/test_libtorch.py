@@ -71,5 +71,5 @@ def test_cpp_runs_a_traced_bert(tmp_path: Path, program: Path, config: str) -> N
     inputs = ARCHITECTURES["bert"].inputs(model)
     export_torchscript(model, tmp_path / "model.pt", inputs)
     wanted = dequantized_outputs(model, **inputs)[0]
-    found = run(program, tmp_path / "model.pt", list(inputs.values()))
-    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+    outputs = run(program, tmp_path / "model.pt", list(inputs.values()))
+    torch.testing.assert_close(outputs, wanted, rtol=1e-6, atol=1e-6)

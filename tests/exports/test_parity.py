@@ -114,8 +114,8 @@ class TorchScriptFile:
         export_torchscript(model, path, inputs)
 
     def outputs(self, path: Path, inputs: Inputs) -> list[Tensor]:
-        found = torch.jit.load(path)(*inputs.values())
-        return list(found) if isinstance(found, tuple) else [found]
+        outputs = torch.jit.load(path)(*inputs.values())
+        return list(outputs) if isinstance(outputs, tuple) else [outputs]
 
     def stored(self, path: Path) -> Iterator[Stored]:
         yield from map(Stored.of, unique(torch.jit.load(path).state_dict().values()))
@@ -157,7 +157,7 @@ def quantized_by_turns(
     embeddings = formats is GRAPH_FORMATS
     overrides = {}
     for name, columns in quantizable(make(), embeddings).items():
-        overrides[name] = next(each for each in turns if columns % each.get("group_size", 1) == 0)
+        overrides[name] = next(turn for turn in turns if columns % turn.get("group_size", 1) == 0)
     quantize_(model, TrainWeightsConfig(overrides=overrides, include_embeddings=embeddings))
     return model
 
@@ -197,7 +197,9 @@ def assert_holds_the_codes_alone(stored: list[Stored], model: nn.Module) -> None
 
 def payload_bytes(model: nn.Module) -> int:
     parts = [w.tensors.values() if isinstance(w, QuantizedTensor) else [w] for w in model.parameters()]
-    return sum(tensor.nbytes for tensors in parts for tensor in tensors) + sum(each.nbytes for each in model.buffers())
+    return sum(tensor.nbytes for tensors in parts for tensor in tensors) + sum(
+        buffer.nbytes for buffer in model.buffers()
+    )
 
 
 # The smallest model with each target, and a larger one with the quickest.

@@ -27,8 +27,8 @@ def test_a_program_of_any_module_takes_free_dimensions(tmp_path: Path, config: s
     shapes = {"image": {0: torch.export.Dim("batch", min=1, max=64)}}
     export_program(model, tmp_path / "model.pt2", images(2), dynamic_shapes=shapes)
     program = torch.export.load(tmp_path / "model.pt2")
-    found = program.module()(images(5))
-    torch.testing.assert_close(found, dequantized_outputs(model, images(5))[0], rtol=1e-6, atol=1e-6)
+    outputs = program.module()(images(5))
+    torch.testing.assert_close(outputs, dequantized_outputs(model, images(5))[0], rtol=1e-6, atol=1e-6)
     stored = program.state_dict["scores.1._weight_qdata"]
     assert torch.equal(stored.view(torch.uint8), model.scores[1].weight.qdata.view(torch.uint8))
     assert "scores.1.weight" not in program.state_dict
@@ -44,9 +44,9 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 
 def assert_returns_named_tensors_elsewhere(model: Any, path: Path, inputs: dict[str, torch.Tensor]) -> None:
-    found = read_elsewhere(path, inputs)
-    assert list(found) == ["logits"]
-    torch.testing.assert_close(found["logits"], dequantized_outputs(model, **inputs)[0], rtol=1e-6, atol=1e-6)
+    outputs = read_elsewhere(path, inputs)
+    assert list(outputs) == ["logits"]
+    torch.testing.assert_close(outputs["logits"], dequantized_outputs(model, **inputs)[0], rtol=1e-6, atol=1e-6)
 
 
 def test_a_program_of_a_transformer_returns_named_tensors(bert: tuple[Any, Path]) -> None:
@@ -112,8 +112,8 @@ def test_a_saved_model_is_exported_from_its_directory(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "saved")
     export_program(tmp_path / "saved", tmp_path / "model.pt2")
     inputs = ARCHITECTURES["vit"].inputs(model)
-    found = torch.export.load(tmp_path / "model.pt2").module()(**inputs)["logits"]
-    assert torch.equal(found, dequantized_outputs(model, **inputs)[0])
+    outputs = torch.export.load(tmp_path / "model.pt2").module()(**inputs)["logits"]
+    assert torch.equal(outputs, dequantized_outputs(model, **inputs)[0])
 
 
 def test_an_error_names_the_module_that_torch_export_stumbled_over(tmp_path: Path) -> None:

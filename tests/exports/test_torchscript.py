@@ -61,8 +61,8 @@ def test_a_scripted_model_keeps_its_control_flow_and_methods(tmp_path: Path, con
 def test_a_traced_module_is_read_without_this_package(tmp_path: Path, config: str) -> None:
     model = quantized(Convolutional(), config)
     export_torchscript(model, tmp_path / "model.pt", images(2))
-    found = read_elsewhere(tmp_path / "model.pt", [images(5)])
-    torch.testing.assert_close(found, dequantized_outputs(model, images(5))[0], rtol=1e-6, atol=1e-6)
+    outputs = read_elsewhere(tmp_path / "model.pt", [images(5)])
+    torch.testing.assert_close(outputs, dequantized_outputs(model, images(5))[0], rtol=1e-6, atol=1e-6)
     assert model.training
 
 
@@ -134,9 +134,9 @@ def test_a_traced_transformer_takes_tensors_in_order_and_returns_a_tuple(
     export_torchscript(model, tmp_path / "model.pt", inputs)
     script = torch.jit.load(tmp_path / "model.pt")
     for given in (inputs, changed(inputs)):
-        found, wanted = script(*given.values()), dequantized_outputs(model, **given)
-        assert found
-        for own, other in zip(found, wanted, strict=False):
+        outputs, wanted = script(*given.values()), dequantized_outputs(model, **given)
+        assert outputs
+        for own, other in zip(outputs, wanted, strict=False):
             assert (own - other).abs().max() <= 1e-6 * other.abs().max()
 
 
@@ -147,9 +147,9 @@ def test_a_traced_pretrained_model_embeds_as_it_does_itself(tmp_path: Path, conf
     ids = torch.arange(1000, 1048).view(3, 16)
     inputs = {"input_ids": ids, "attention_mask": (torch.arange(16) < torch.tensor([[16], [12], [9]])).long()}
     export_torchscript(model, tmp_path / "model.pt", inputs)
-    found = torch.jit.load(tmp_path / "model.pt")(*inputs.values())[0]
+    outputs = torch.jit.load(tmp_path / "model.pt")(*inputs.values())[0]
     wanted = dequantized_outputs(model, **inputs)[0]
-    assert (found - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+    assert (outputs - wanted).abs().max() <= 1e-6 * wanted.abs().max()
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
@@ -182,9 +182,9 @@ def test_freezing_moves_a_bfloat16_model_by_a_percent_and_a_float32_model_not_at
         model = quantized("bert", "int8", dtype)
         inputs = ARCHITECTURES["bert"].inputs(model)
         export_torchscript(model, tmp_path / "model.pt", inputs, optimize=True)
-        (found,) = torch.jit.load(tmp_path / "model.pt")(*inputs.values())
+        (outputs,) = torch.jit.load(tmp_path / "model.pt")(*inputs.values())
         (wanted,) = dequantized_outputs(model, **inputs)
-        assert (found - wanted).norm() <= tolerance * wanted.norm()
+        assert (outputs - wanted).norm() <= tolerance * wanted.norm()
 
 
 @pytest.mark.parametrize("method", ["trace", "script"])
@@ -213,8 +213,8 @@ def test_a_saved_model_is_exported_from_its_directory(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "saved")
     export_torchscript(tmp_path / "saved", tmp_path / "model.pt")
     inputs = ARCHITECTURES["vit"].inputs(model)
-    (found,) = torch.jit.load(tmp_path / "model.pt")(*inputs.values())
-    assert torch.equal(found, dequantized_outputs(model, **inputs)[0])
+    (outputs,) = torch.jit.load(tmp_path / "model.pt")(*inputs.values())
+    assert torch.equal(outputs, dequantized_outputs(model, **inputs)[0])
 
 
 def test_wrong_options_are_refused(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ def answers(expressions: list[str], names: list[str], monkeypatch: pytest.Monkey
 
 
 def test_places_of_names_that_match_as_a_whole_are_answered_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = answers(["a+", "b", ".*"], ["aa", "ab", "b"], monkeypatch)
-    assert found == [{"matched": [0]}, {"matched": [2]}, {"matched": [0, 1, 2]}]
+    replies = answers(["a+", "b", ".*"], ["aa", "ab", "b"], monkeypatch)
+    assert replies == [{"matched": [0]}, {"matched": [2]}, {"matched": [0, 1, 2]}]
 
 
 def test_what_is_no_expression_is_said_and_the_others_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,8 +54,8 @@ def test_an_ordinary_expression_matches_what_re_matches(expression: str, ending:
 
 
 def test_several_expressions_are_answered_each_for_itself() -> None:
-    found = matching(["(a)", "(lm_head)", "(a)", ".*q_proj"], NAMES)
-    assert found == {"(a)": {"a"}, "(lm_head)": {"lm_head"}, ".*q_proj": {"model.layers.0.self_attn.q_proj"}}
+    matches = matching(["(a)", "(lm_head)", "(a)", ".*q_proj"], NAMES)
+    assert matches == {"(a)": {"a"}, "(lm_head)": {"lm_head"}, ".*q_proj": {"model.layers.0.self_attn.q_proj"}}
     assert matching([], NAMES) == {}
     assert matching(["(a)"], []) == {"(a)": frozenset()}
 

@@ -16,7 +16,7 @@ WEIGHTS = [
     "model.layers.10.mlp.down_proj.weight",
     "lm_head.weight",
 ]
-NAMES = [each for name in WEIGHTS for each in name_and_modules(name)]
+NAMES = [module for name in WEIGHTS for module in name_and_modules(name)]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_the_more_exact_selector_decides_in_either_order(stronger: str, weaker: 
 @pytest.mark.parametrize("selectors", [["re:.*", "re:a.*"], ["re:a.*", "re:.*"], ["a", "b"], ["b", "a"]])
 def test_of_equally_exact_selectors_the_first_decides(selectors: list[str]) -> None:
     names = ["x.a.b.c", "x.a.b.c.weight"]
-    selected = select([each.replace("re:a", "re:x.a") for each in selectors], names)
+    selected = select([selector.replace("re:a", "re:x.a") for selector in selectors], names)
     assert most_exact(selected, names) == next(iter(selected))
 
 
@@ -108,4 +108,4 @@ def test_a_selector_that_selects_nothing_is_refused_with_the_nearest_that_would(
 
 def test_selectors_together_select_what_each_selects_alone() -> None:
     selectors = ["", "model", "0.mlp", "down_proj", "lm_head.weight", "mlp.up_proj.weight", "dwon", "re:.*head"]
-    assert select(selectors, NAMES) == {each: select([each], NAMES)[each] for each in selectors}
+    assert select(selectors, NAMES) == {selector: select([selector], NAMES)[selector] for selector in selectors}

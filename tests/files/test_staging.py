@@ -114,18 +114,18 @@ def test_a_loader_finds_the_old_model_the_new_one_or_none_at_every_moment(tmp_pa
     directory.mkdir(parents=True, exist_ok=True)
     write(expected, {key: content for key, content in old.items() if not is_weight_file(key)} | new)
     models = [seen(directory), seen(expected)]
-    found, mended = [], []
+    actual, mended = [], []
     for when in replay(root, lambda: save(directory, new), monkeypatch):
         now = seen(directory)
         assert now is None or now in models, when
-        found.append(now)
+        actual.append(now)
         clean_up(directory)
         assert not list(directory.glob("_trainweights-*")), when
         assert seen(directory) in models, when
         mended.append(seen(directory))
-    assert found[-len(OUTCOMES) :] == [models[1]] * len(OUTCOMES)
+    assert actual[-len(OUTCOMES) :] == [models[1]] * len(OUTCOMES)
     assert mended[-len(OUTCOMES) :] == [models[1]] * len(OUTCOMES)
-    assert name not in WHOLE or None not in found
+    assert name not in WHOLE or None not in actual
 
 
 @pytest.mark.slow

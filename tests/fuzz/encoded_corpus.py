@@ -50,7 +50,7 @@ def build_samples(directory: Path) -> list[Sample]:
     directory.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch calls complex32 experimental
-        return [_sample(each) for each in _encoded_files(directory)]
+        return [_sample(file) for file in _encoded_files(directory)]
 
 
 def _encoded_files(directory: Path) -> Iterator[EncodedFile]:

@@ -100,7 +100,7 @@ def test_the_bin_file_holds_plain_tensors_and_calls_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_model_has_weights_in_its_format_in_another_and_in_float(name: str) -> None:
     weights = recorded(golden(name))["state_dict"]
-    formats = {key: each.get("format", {}).get("format") for key, each in weights.items()}
+    formats = {key: weight.get("format", {}).get("format") for key, weight in weights.items()}
     attention, experts = "model.layers.0.self_attn", "model.layers.0.mlp.experts"
     chosen = [f"{attention}.k_proj.weight", f"{experts}.gate_up_proj", f"{experts}.down_proj", "lm_head.weight"]
     assert [formats[f"'{key}'"] for key in chosen] == [name] * 4
@@ -115,7 +115,7 @@ def test_the_model_is_written_in_the_same_bytes(name: str, tmp_path: Path) -> No
     write(tmp_path, name)
     for kind, file in SERIALIZATIONS.items():
         old, new = directory / kind, tmp_path / kind
-        assert [each.name for each in sorted(new.iterdir())] == [each.name for each in sorted(old.iterdir())]
+        assert [path.name for path in sorted(new.iterdir())] == [path.name for path in sorted(old.iterdir())]
         if kind == "bin":
             assert torch_members(new / file) == torch_members(old / file)
         else:

@@ -84,6 +84,6 @@ def test_the_file_has_quantized_weights_of_every_kind(name: str) -> None:
     weights = {key: each for key, each in content["'model'"].items() if "format" in each}
     names = ("linear.weight", "embedding.weight", "transposed.weight", "experts.down_proj")
     assert weights.keys() == {f"'{each}'" for each in names}
-    assert {key for key, each in weights.items() if each["transposed"]} == {"'transposed.weight'"}
-    assert {each["format"]["format"] for each in weights.values()} == {name}
+    assert {key for key, weight in weights.items() if weight["transposed"]} == {"'transposed.weight'"}
+    assert {weight["format"]["format"] for weight in weights.values()} == {name}
     assert content["'parameter'"] == {**weights["'linear.weight'"], "type": "Parameter"}

@@ -132,7 +132,7 @@ def test_an_import_downloads_no_weights_that_it_does_not_read(local_hub: LocalHu
     with pytest.raises(ConfigError, match=r"expected a quantization_config, or .* beside it, found none"):
         import_directory("user/mixed", tmp_path / "out")
     (snapshot,) = Path(constants.HF_HUB_CACHE, "models--user--mixed", "snapshots").iterdir()
-    assert {each.name for each in snapshot.iterdir()} - {".gitattributes"} == {"config.json", "model.safetensors"}
+    assert {path.name for path in snapshot.iterdir()} - {".gitattributes"} == {"config.json", "model.safetensors"}
 
 
 @pytest.mark.slow
@@ -148,7 +148,7 @@ def test_an_import_downloads_the_one_gguf_file_that_it_reads(local_hub: LocalHub
         import_directory("user/gguf", tmp_path / "out")
     import_directory("user/gguf", tmp_path / "out", file="*Q4_K*")
     (snapshot,) = Path(constants.HF_HUB_CACHE, "models--user--gguf", "snapshots").iterdir()
-    assert [each.name for each in snapshot.glob("*.gguf")] == ["tiny-Q4_K.gguf"]
+    assert [path.name for path in snapshot.glob("*.gguf")] == ["tiny-Q4_K.gguf"]
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 300
 
 
@@ -160,7 +160,7 @@ def test_torch_files_are_downloaded_where_there_are_no_safetensors(local_hub: Lo
     api.upload_file(
         path_or_fileobj=tmp_path / "pytorch_model.bin", path_in_repo="pytorch_model.bin", repo_id="user/old"
     )
-    assert [each["name"] for each in run_json("inspect", "user/old")["tensors"]] == ["w"]
+    assert [tensor["name"] for tensor in run_json("inspect", "user/old")["tensors"]] == ["w"]
 
 
 @pytest.mark.slow

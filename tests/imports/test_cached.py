@@ -51,7 +51,7 @@ def test_a_second_load_converts_nothing(layout: str, tmp_path: Path, conversions
     first, second = (from_quantized(AutoModelForCausalLM, source, dtype=torch.bfloat16) for _ in range(2))
     assert len(conversions) == 1
     assert first.dtype == second.dtype == torch.bfloat16
-    assert any(isinstance(each, QuantizedTensor) for each in first.parameters())
+    assert any(isinstance(parameter, QuantizedTensor) for parameter in first.parameters())
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     assert len(list(cache.iterdir())) == 1
 

@@ -108,8 +108,8 @@ def test_blocks_of_float8_with_every_code_and_scale(scale_dtype: torch.dtype, dt
     scale = all_finite(torch.bfloat16, 2, 8).to(scale_dtype)
     wide = by_group(scale, 128)[:, :K].repeat_interleave(128, 0)[:N]
     config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    found = read(config, {"weight": codes, "weight_scale_inv": scale}).dequantize(dtype)
-    assert_same(found, (codes.double() * wide).float().to(dtype))
+    values = read(config, {"weight": codes, "weight_scale_inv": scale}).dequantize(dtype)
+    assert_same(values, (codes.double() * wide).float().to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -72,5 +72,5 @@ def test_qemu_gives_each_bit_of_the_emulated_vectors(
         expected = product(qdata, scale, tuple(groups), x, bias)
     else:
         expected = product.dequantize(qdata, scale, tuple(groups), slice(0, N))
-    found = run(program, product._weight, M, expected, [x, qdata, scale, bias, *groups])
-    assert torch.equal(found, expected)
+    actual = run(program, product._weight, M, expected, [x, qdata, scale, bias, *groups])
+    assert torch.equal(actual, expected)

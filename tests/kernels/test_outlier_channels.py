@@ -46,8 +46,8 @@ def test_an_error_is_that_of_the_dequantized_product_and_half_a_step_of_the_larg
     floats = weight.dequantize(torch.float64)
     exact = F.linear(x.double(), floats)
     with torch.no_grad():
-        found, dequantized = F.linear(x, weight), F.linear(x, weight.dequantize())
+        outputs, dequantized = F.linear(x, weight), F.linear(x, weight.dequantize())
     rounding = max(1.5 * (dequantized.double() - exact).norm(), 1e-6 * exact.norm())
     half_steps = HALF_STEP[dtype] * x.double().abs().amax(-1, keepdim=True)
-    assert (found.double() - exact).norm() <= rounding + (half_steps * floats.norm(dim=-1)).norm()
-    assert ((found.double() - exact).abs() <= rounding + half_steps * floats.abs().sum(-1)).all()
+    assert (outputs.double() - exact).norm() <= rounding + (half_steps * floats.norm(dim=-1)).norm()
+    assert ((outputs.double() - exact).abs() <= rounding + half_steps * floats.abs().sum(-1)).all()

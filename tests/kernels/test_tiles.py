@@ -163,9 +163,9 @@ def test_float8_gives_what_is_not_finite_as_float_weights_do(name: str, value: f
     x = random_weight(17, 128)
     x[1, 3] = value
     expected = x[1] @ Float8E4M3().dequantize(tensors, (20, 128), torch.float32).t()
-    found = product(usual(name), Float8E4M3(), tensors, x)
-    assert torch.equal(found[1].nan_to_num(), expected.nan_to_num())
-    assert found.isfinite().all(1).tolist() == [m != 1 for m in range(17)]
+    actual = product(usual(name), Float8E4M3(), tensors, x)
+    assert torch.equal(actual[1].nan_to_num(), expected.nan_to_num())
+    assert actual.isfinite().all(1).tolist() == [m != 1 for m in range(17)]
 
 
 @every_dtype
@@ -221,9 +221,9 @@ def test_the_smallest_and_the_largest_rows_are_multiplied(
     for M in (5, 130):
         x = (random_weight(M, 128).clamp_(-1, 1) * top).to(dtype)
         exact = x.double() @ form.dequantize(tensors, (20, 128), torch.float64).t()
-        found = product(library, form, tensors, x).double()
+        outputs = product(library, form, tensors, x).double()
         # One digit counts steps of 1e-33 at least.
-        torch.testing.assert_close(found, exact, rtol=0.1, atol=max(1e-33, 0.01 * top))
+        torch.testing.assert_close(outputs, exact, rtol=0.1, atol=max(1e-33, 0.01 * top))
 
 
 def use(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

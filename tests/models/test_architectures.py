@@ -41,8 +41,8 @@ LEAST_COSINE = {
     "codebook4 with column scales": 0.7,
     "coded": 0.85,
 }
-CAUSAL = [name for name, each in ARCHITECTURES.items() if each.auto_class is AutoModelForCausalLM]
-GENERATING = [name for name, each in ARCHITECTURES.items() if each.generates]
+CAUSAL = [name for name, architecture in ARCHITECTURES.items() if architecture.auto_class is AutoModelForCausalLM]
+GENERATING = [name for name, architecture in ARCHITECTURES.items() if architecture.generates]
 MOE = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"]
 
 

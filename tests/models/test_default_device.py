@@ -45,9 +45,9 @@ def test_weights_are_dequantized_multiplied_and_differentiated(name: str, dtype:
             assert torch.allclose(torch.autograd.grad(module(y).sum(), y)[0], gradient[0], atol=0.02)
     expected = module[0].weight.dequantize()
     with torch.device("meta"):
-        found = module[0].weight.dequantize()
+        actual = module[0].weight.dequantize()
         dequantize_(module)
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
     assert torch.equal(module[0].weight, expected)
 
 

@@ -98,7 +98,7 @@ def test_a_model_generates_and_computes_split_between_gpu_and_cpu(name: str, flo
 def test_adapters_train_on_a_quantized_base(name: str, float_directory: Path) -> None:
     torch.manual_seed(0)
     model = get_peft_model(load(float_directory, name), LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2)
     before = {key: weight.clone() for key, weight in weights(model).items()}
     losses = []
     for _ in range(8):
@@ -117,10 +117,10 @@ def test_adapters_train_on_a_quantized_base(name: str, float_directory: Path) ->
 def test_generation_with_a_compiled_static_cache_gives_the_same(name: str, float_directory: Path) -> None:
     model, options = load(float_directory, name), {"max_new_tokens": 6, "do_sample": False}
     expected = model.generate(random_ids().cuda(), **options)
-    found = model.generate(random_ids().cuda(), cache_implementation="static", **options)
+    actual = model.generate(random_ids().cuda(), cache_implementation="static", **options)
     torch._dynamo.reset()
     # Where two tokens are about as likely, rounding decides; all tokens before the first such one are the same.
-    assert (found == expected).float().mean() > 0.8
+    assert (actual == expected).float().mean() > 0.8
 
 
 def test_activations_of_eight_bits_are_about_those_of_the_cpu(float_directory: Path) -> None:

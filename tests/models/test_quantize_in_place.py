@@ -121,8 +121,8 @@ def test_a_model_inside_another_module_saves_itself_and_reloads(tmp_path: Path) 
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_a_model_inside_another_module_keeps_the_same_weights_in_float(name: str) -> None:
     alone, inside = ARCHITECTURES[name].build(), nn.ModuleDict({"model": ARCHITECTURES[name].build()})
-    expected = {f"model.{each.name}": each.reason for each in quantize_(alone, "int8").tensors}
-    assert {each.name: each.reason for each in quantize_(inside, "int8").tensors} == expected
+    expected = {f"model.{tensor.name}": tensor.reason for tensor in quantize_(alone, "int8").tensors}
+    assert {tensor.name: tensor.reason for tensor in quantize_(inside, "int8").tensors} == expected
 
 
 def test_the_name_of_a_format_is_a_configuration() -> None:

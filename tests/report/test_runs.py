@@ -40,22 +40,22 @@ def anchors_bytes(directory: Path) -> int:
 @pytest.mark.slow
 def test_parts_of_a_checkpoint_add_up_to_its_bytes_and_an_anchor_counts_once(run: Path) -> None:
     checkpoints = read_run(run)
-    assert [each.step for each in checkpoints] == [2, 4, 6]
+    assert [checkpoint.step for checkpoint in checkpoints] == [2, 4, 6]
     inodes = {file.stat().st_ino: file.stat().st_size for file in run.rglob("*") if file.is_file()}
-    assert sum(sum(each.part_bytes) for each in checkpoints) == sum(inodes.values())
+    assert sum(sum(checkpoint.part_bytes) for checkpoint in checkpoints) == sum(inodes.values())
     # Each of them is the anchor of the next one.
-    assert [each.part_bytes[PARTS.index("anchor")] > 0 for each in checkpoints] == [True, True, False]
-    assert [each.linked_bytes for each in checkpoints] == [
+    assert [checkpoint.part_bytes[PARTS.index("anchor")] > 0 for checkpoint in checkpoints] == [True, True, False]
+    assert [checkpoint.linked_bytes for checkpoint in checkpoints] == [
         anchors_bytes(run / f"checkpoint-{step}") for step in (2, 4, 6)
     ]
     assert checkpoints[1].linked_bytes < checkpoints[2].linked_bytes
-    for each in checkpoints:
-        weights, moments, anchored, _ = each.part_bytes
-        assert 0 < weights + anchored < each.plain_bytes
-        assert 0 < moments < each.plain_bytes
+    for checkpoint in checkpoints:
+        weights, moments, anchored, _ = checkpoint.part_bytes
+        assert 0 < weights + anchored < checkpoint.plain_bytes
+        assert 0 < moments < checkpoint.plain_bytes
         # Weights and two moments in float32.
-        assert each.plain_bytes >= 3 * 4 * 2 * (256 * 256 + 256)
-        assert each.mode == "near-lossless"
+        assert checkpoint.plain_bytes >= 3 * 4 * 2 * (256 * 256 + 256)
+        assert checkpoint.mode == "near-lossless"
 
 
 def test_an_anchor_whose_checkpoint_was_deleted_counts_for_the_next_one(run: Path, tmp_path: Path) -> None:
@@ -86,8 +86,8 @@ def plain_run(root: Path, state: object) -> Path:
 def test_a_trainers_own_checkpoints_are_split_by_their_files(tmp_path: Path) -> None:
     history = [{"step": 5, "loss": 2.5}, {"step": 10, "eval_loss": 2.0}, {"step": 10, "loss": 1.5}]
     checkpoints = read_run(plain_run(tmp_path, {"log_history": history}))
-    assert [each.part_bytes[:3] for each in checkpoints] == [(1000, 2000, 0)] * 2
-    assert [each.mode for each in checkpoints] == ["plain", "plain"]
+    assert [checkpoint.part_bytes[:3] for checkpoint in checkpoints] == [(1000, 2000, 0)] * 2
+    assert [checkpoint.mode for checkpoint in checkpoints] == ["plain", "plain"]
     assert read_losses(tmp_path, checkpoints) == {"loss": [(5.0, 2.5), (10.0, 1.5)], "eval_loss": [(10.0, 2.0)]}
 
 

@@ -50,11 +50,11 @@ def test_figures_of_a_language_model_are_its_own_losses(llama: Path) -> None:
         for text in TEXTS:
             ids = tokenizer(text, return_tensors="pt")["input_ids"]
             logits = [each(input_ids=ids).logits for each in (reference, model)]
-            p, q = (each.log_softmax(-1) for each in logits)
+            p, q = (logit.log_softmax(-1) for logit in logits)
             divergence += F.kl_div(q, p, reduction="sum", log_target=True).item()
             tokens += ids.numel()
             if ids.numel() > 1:
-                each_loss = [F.cross_entropy(each[0, :-1], ids[0, 1:], reduction="sum").item() for each in logits]
+                each_loss = [F.cross_entropy(logit[0, :-1], ids[0, 1:], reduction="sum").item() for logit in logits]
                 losses = [a + b for a, b in zip(losses, each_loss, strict=True)]
                 count += ids.numel() - 1
     assert found.tokens == tokens

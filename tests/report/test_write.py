@@ -21,7 +21,7 @@ from hf_trainweights.checkpoint.dcp.reader import ShardedContents
 from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError
 from hf_trainweights.files.disk import claim_file
 from hf_trainweights.report import write
-from hf_trainweights.report.write import read_weights, write_alone
+from hf_trainweights.report.write import read_weights, write_text
 
 HOSTILE = '"><img src=x onerror=alert(1)><script>alert(2)</script>{{ 7 * 7 }}&amp;\x1b[31m'
 SAFE_TAGS = {
@@ -225,7 +225,7 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_report(tmp_path: Path)
     claim, descriptor = claim_file(tmp_path)
     os.close(descriptor)
     claim.release()
-    write_alone(tmp_path / "report.html", "text", "Nothing was written.")
+    write_text(tmp_path / "report.html", "text", "Nothing was written.")
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 

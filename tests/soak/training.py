@@ -61,11 +61,11 @@ class Training(Scenario):
     def check_kill(self) -> None:
         """The newest whole checkpoint is at most a step behind, and holds what training had then."""
         steps = [int(path.stem) for path in (self.run / "steps").glob("*.pt")]
-        found = latest(self.run / "out")
-        if found is None:
+        actual = latest(self.run / "out")
+        if actual is None:
             require(max(steps, default=0) <= 1, f"no checkpoint to resume from after step {max(steps, default=0)}")
             return
-        checkpoint = Path(found)
+        checkpoint = Path(actual)
         step = checkpoint_step(checkpoint)
         require(step >= max(steps) - 1, f"the newest checkpoint is of step {step}, training was at {max(steps)}")
         exact = self.mode == "lossless"
@@ -111,15 +111,15 @@ class TrainerLossless(Training):
 
     def train(self, root: Path) -> dict[str, Any]:
         """Resume from `latest`, into a model whose own weights are of no use."""
-        found = latest(root)
+        newest = latest(root)
         model = build(self.architecture)
-        if found is not None:
+        if newest is not None:
             for parameter in model.parameters():
                 nn.init.constant_(parameter, 0.5)
         callback = TrainWeightsCheckpointCallback(mode=self.mode, anchor_every=ANCHOR_EVERY, on_error="raise")
         options = {"max_steps": STEPS, "save_steps": 1, "save_total_limit": KEEP, "logging_strategy": "no"}
         trainer, _ = trainer_of(root, _Noting(self), callback, model=model, **options)
-        trainer.train(resume_from_checkpoint=found)
+        trainer.train(resume_from_checkpoint=newest)
         return model.state_dict()
 
     def load(self, checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -453,11 +453,11 @@ def test_dequantize_gives_plain_parameters(dtype: torch.dtype | None) -> None:
     untouched = module.norm.weight
     dequantize_(module, dtype)
     for name, weight in expected.items():
-        found = module.get_parameter(name)
-        assert type(found) is nn.Parameter
-        assert found.is_contiguous()
-        assert found.dtype == (dtype or torch.bfloat16)
-        assert torch.equal(found, weight)
+        actual = module.get_parameter(name)
+        assert type(actual) is nn.Parameter
+        assert actual.is_contiguous()
+        assert actual.dtype == (dtype or torch.bfloat16)
+        assert torch.equal(actual, weight)
     assert module.norm.weight is untouched
     assert all("extra_repr" not in vars(each) for each in module.modules())
     assert all("__prepare_scriptable__" not in vars(each) for each in module.modules())

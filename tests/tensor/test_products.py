@@ -441,8 +441,8 @@ def test_gradients_in_autocast_have_the_bits_of_those_by_a_cast_weight(form: str
     def by_hand(x: Tensor, bias: Tensor) -> Tensor:
         return F.linear(x.bfloat16(), weight.to(torch.bfloat16), bias.bfloat16())
 
-    for found, expected in zip(gradients(in_autocast), gradients(by_hand), strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(gradients(in_autocast), gradients(by_hand), strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("case", EXCHANGES)
@@ -591,8 +591,8 @@ def test_a_gradient_of_x_makes_no_whole_float_weight(
     x = inputs(2, 3, K, dtype=dtype).requires_grad_()
     with torch.enable_grad():
         out = x @ weight if transposed else F.linear(x, weight)
-        (found,) = torch.autograd.grad(out, x, gradient)
-    assert_same(found, expected.to(dtype))
+        (actual,) = torch.autograd.grad(out, x, gradient)
+    assert_same(actual, expected.to(dtype))
 
 
 @pytest.mark.parametrize("form", [*FORMS.values(), get_format({"format": "coded"})], ids=str)
@@ -640,8 +640,8 @@ def test_a_gradient_through_experts_takes_one_after_the_other(way: str, monkeypa
         else:
             ends = torch.tensor([4, 8, 12], dtype=torch.int32)
             out = torch._grouped_mm(x.view(12, K), weight.mT, offs=ends).view(3, 4, N)
-        (found,) = torch.autograd.grad(out, x, gradient)
-    assert_same(found, expected)
+        (actual,) = torch.autograd.grad(out, x, gradient)
+    assert_same(actual, expected)
 
 
 # Memory that was freed

@@ -103,7 +103,7 @@ def test_a_reloaded_module_computes_exactly_as_the_saved_one(name: str, inferenc
     reloaded = RELOADS[name](module)
     with torch.set_grad_enabled(not inference):
         pairs = zip(results(reloaded, rows), results(module, rows), strict=True)
-        assert all(torch.equal(found, expected) for found, expected in pairs)
+        assert all(torch.equal(actual, expected) for actual, expected in pairs)
 
 
 def test_a_tied_weight_of_a_whole_module_stays_one() -> None:

@@ -61,8 +61,9 @@ from hf_trainweights.checkpoint.codecs.coding.blocks import (
 from hf_trainweights.checkpoint.codecs.coding.levels import SAME, LevelWriter, decode_tiles, place_levels, to_levels
 from hf_trainweights.errors import ConfigError
 
+# The length of the table of dither: a prime, because the table is made of inverses modulo it.
 _PRIME = 4093
-# native/levels.c reads up to so many numbers from any start in the first period of the table.
+# native/levels.c reads up to this many numbers from any start in the first period of the table.
 _COMPILED_DITHER = 1 << 16
 # Beyond these the step or its inverse leaves the range of float32.
 _SMALLEST_STEP, _LARGEST_STEP = 2.0**-120, 2.0**120

@@ -4,13 +4,14 @@ The one payload of `raw` has the elements in row-major order, little-endian, and
 
 `planes` cuts the tensor into chunks of 2**18 components (a complex number has two components). In each chunk it rotates
 every floating point component of more than one byte left by one bit, so that the exponent fills the top byte and the
-sign goes to the lowest bit. Then the bytes of each significance make one block, lowest first (see `blocks`). Mantissas
-are noise and stay as they are; exponents are entropy-coded.
+sign goes to the lowest bit. Then the bytes of each significance make one block, lowest first (`coding/blocks.py`).
+Mantissas are noise and stay as they are; exponents are entropy-coded.
 
 `planes-delta` stores a chunk as its difference to the anchor if that is smaller. The difference is the wrapping integer
 difference of the bit patterns, tensor minus anchor, zigzag coded: 0, -1, 1, -2, ... become 0, 1, 2, 3, ..., so that
 small differences leave the high bytes zero. One-byte components are not zigzag coded. The difference is exact, which a
-difference of floats is not. It is half a bit to one bit smaller than an exclusive or, whose carries reach high bits.
+difference of floats is not. It takes half a bit to one bit less per component than an exclusive or, which changes many
+high bits where a small step crosses a power of two.
 
 `planes-rank1` is for Adam's exp_avg_sq. It predicts each element from its row and column, and stores a chunk as
 differences to these predictions if that is smaller. The bit pattern of a positive float is nearly linear in its
@@ -20,7 +21,8 @@ difference needs few bits of the exponent. All numbers are integers that wrap ar
     prediction = (r + c) * 2**m / 128 + (bias << m)         r, c in units of 1/128; m mantissa bits of the dtype
     code = 0 if the bits are 0, else 1 + zigzag(bits - prediction)
 
-The chunks of `planes-rank1` are tiles of at most 2**18 elements (see `levels`).
+The chunks of `planes-rank1` are tiles of at most 2**18 elements (`tiles` of
+`coding/blocks.py`), each contiguous in memory, so that a `reshape` of it is a view.
 
 All codecs but `raw` have these payloads; itemsize is the bytes of a component:
 
@@ -98,7 +100,10 @@ class Raw(Codec):
 
 @dataclass(frozen=True)
 class Planes(ChunkedCodec):
-    """Codes byte planes; bit-exact for NaN payloads, infinities, -0.0 and denormals."""
+    """Codes byte planes; bit-exact for NaN payloads, infinities, -0.0 and denormals.
+
+    If a subclass lists `anchor` among its `references`, a chunk may be stored as its difference to the anchor.
+    """
 
     codec_id: ClassVar[str] = "planes"
     lossless: ClassVar[bool] = True
@@ -129,6 +134,7 @@ class Planes(ChunkedCodec):
         reader = BlockReader(cls, payloads[0], chunks * itemsize + has_flags)
         is_delta = reader.read(chunks * itemsize, chunks) if has_flags else np.zeros(chunks, bool)
         anchor = words_of(cls.needed(references, "anchor")) if is_delta.any() else None
+        # `memory` may be the anchor's own: a chunk of the anchor is overwritten only after it was added.
         memory = cls.spare_memory(references)
         decoded = empty(shape, dtype) if memory is None else memory
         decoded_words = words_of(decoded)

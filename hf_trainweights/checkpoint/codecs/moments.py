@@ -89,12 +89,12 @@ from hf_trainweights.errors import ConfigError
 Vectors = tuple[np.ndarray, np.ndarray]
 
 _LARGEST_LOG_STEP = 16
-# An element of log-rank1 may be off by step / 2 from rounding to a level, and by so much more, in units of log2, from
-# rounding to the tensor's dtype. Beyond that it is stored as it is.
+# An element of log-rank1 may be off by step / 2 from rounding to a level, and by this much more, in units of log2, from
+# rounding to the tensor's dtype. If it is off by more, it is stored as it is.
 _LOG_SLACK = 2**-6
 _SMALLEST_UPDATE_STEP, _LARGEST_UPDATE_STEP = 2.0**-10, 2.0**10
-# An element of update-space that is off by more than so many steps is stored as it is. Rounding to a level gives errors
-# up to 1/2 step, and rounding to the tensor's dtype adds a little.
+# An element of update-space that is off by more than this many steps is stored as it is. Rounding to a level gives
+# errors up to 1/2 step, and rounding to the tensor's dtype adds a little.
 _UPDATE_LIMIT = 0.75
 # The smallest normal float32.
 _TINY = torch.finfo(torch.float32).tiny

@@ -54,8 +54,8 @@ from hf_trainweights.checkpoint.codecs.exact import Planes
 from hf_trainweights.errors import ConfigError
 
 _SMALLEST_STEP, _LARGEST_STEP = 2.0**-10, 2.0**10
-# An element that is off by more than so many steps is stored as it is. Rounding to a level gives errors up to 1/2 step,
-# and rounding to the tensor's dtype adds a little.
+# An element that is off by more than this many steps is stored as it is. Rounding to a level gives errors up to 1/2
+# step, and rounding to the tensor's dtype adds a little.
 _LIMIT = 0.75
 # The smallest normal float32.
 _TINY = torch.finfo(torch.float32).tiny

@@ -99,7 +99,7 @@ class ShardedContents:
         return candidates[0] if len(candidates) == 1 else {}
 
     def all_weights(self) -> dict[str, str]:
-        """Return all tensors but optimizer states likewise; if they are not all of one model, by DCP's names."""
+        """Return all tensors but optimizer states in the same way; if they belong to several models, by DCP's names."""
         names, model_names = self._weights(), self.model_weights()
         return model_names if len(model_names) == len(names) else {name: name for name in names}
 

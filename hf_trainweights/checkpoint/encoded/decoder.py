@@ -234,7 +234,7 @@ def _views_by_name(structure: Mapping[str, Any], where: str) -> dict[str, dict[s
 
 
 class BaseWeights:
-    """The weights of a base, read one at a time, with the methods of an `Anchor`; `files` are their paths by name.
+    """The weights of a base, read one at a time, with the methods of an `Anchor`; `files` has each file's path by name.
 
     `directory` is a checkpoint's, which may keep copies of the files. CorruptFileError: a file has changed, or holds
     something else than plain tensors. MissingAnchorError: a file is found nowhere.

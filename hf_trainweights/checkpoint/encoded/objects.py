@@ -38,7 +38,7 @@ def object_state(value: Any) -> dict[str, Any] | int:
 
 
 def build_object(name: object, state: Any) -> Any:
-    """Make the object again; ValueError: the class is none of this module, or the state is not one of its."""
+    """Make an object of a class's name and an `object_state`; ValueError: no class of this module has them."""
     if name in _ENUMS and type(state) is int:
         return _class_of(str(name))(state)
     if name not in _RECORDS or type(state) is not dict or not all(type(key) is str for key in state):
@@ -50,7 +50,7 @@ def build_object(name: object, state: Any) -> Any:
 
 
 def stand_ins() -> list[Any]:
-    """Return a class that stands for each of this module, and its name, as `torch.serialization.safe_globals` takes it.
+    """Return a stand-in of each class of this module, with its name, for `torch.serialization.safe_globals`.
 
     None of their packages is imported for it.
     """

@@ -73,8 +73,9 @@ class Undecoded:
 def load_file(path: str | Path, *, map_location: Any = "cpu", mmap: bool = False) -> Any:
     """Load a plain or an encoded torch file to the CPU like `torch.load(path, weights_only=True)`; errors name it.
 
-    An encoded file is always memory-mapped, because decoding copies it. A file of torch before 1.6 cannot be mapped.
-    CorruptFileError: it is damaged, no torch file, or holds more than data. MissingAnchorError: its anchor is gone.
+    `map_location` and `mmap` are torch's. An encoded file is always memory-mapped, because decoding copies it. A file
+    of torch before 1.6 cannot be mapped. CorruptFileError: it is damaged, no torch file, or holds more than data.
+    MissingAnchorError: its anchor is gone.
     """
     with open_regular_file(path) as file:
         is_zip = begins_like_zip(file)

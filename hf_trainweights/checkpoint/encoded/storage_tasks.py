@@ -31,7 +31,7 @@ from hf_trainweights.errors import QuantizationError, UnsupportedError
 
 # A coder's headers outweigh its gain for fewer elements than the first number, and never for more than the second.
 _RAW_ELEMENTS = (64, 4096)
-# Larger storages are encoded in sections of so many chunks, if their codec has chunks.
+# Storages of more bytes are encoded in sections of `_CHUNKS` chunks, if their codec has chunks.
 _LARGE_BYTES = 16 << 20
 _CHUNKS = 4
 # The largest allowed error of an element, in units of the root mean square of its weight. Errors are uniform within it,
@@ -143,7 +143,7 @@ def _result_bytes(result: list[_Coded] | _Section) -> int:
 
 
 class StorageEncoder:
-    """Encodes the storages of one file; `second_moments` are those of `encode_file`.
+    """Encodes the storages of one file; `second_moments` is that argument of `encode_file`.
 
     When `pieces` is exhausted, `entries` describe the storages for the file's structure, and `report` describes them
     for people. Both are in the order of the file: `numbers` has the index in them by the index of a storage.

@@ -14,6 +14,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from hf_trainweights.checkpoint.encoded.tree import KeyPath
 
+# numpy has no dtype for some of torch's, such as bfloat16, but one of each size.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
 
 @dataclass(frozen=True)
 class Storage:
@@ -45,7 +48,9 @@ class Storage:
 class Joined:
     """A tensor of `shape` whose elements are those of its `pieces` by name, one piece after the other.
 
-    A reader gets one contiguous tensor. A plan names a piece by the path of the tensor and then the piece's name.
+    DeepSpeed keeps many weights in one flat tensor, which ranks share. `checkpoint/zero` makes a piece of each part of
+    a weight, so that a codec compares it with the same part in the anchor. A reader gets one contiguous tensor. A plan
+    names a piece by the path of the tensor and then the piece's name.
     """
 
     pieces: Mapping[str, Tensor]
@@ -53,7 +58,7 @@ class Joined:
     requires_grad: bool = False
 
     def view(self, first: int) -> dict[str, Any]:
-        """Return the view in a structure (tree.py), given the number of the first piece's storage."""
+        """Return the node of this tensor in a file's JSON (tree.py); storage `first` holds the first piece."""
         view: dict[str, Any] = {"joined": [*range(first, first + len(self.pieces))], "shape": [*self.shape]}
         return view | ({"requires_grad": True} if self.requires_grad else {})
 
@@ -66,7 +71,7 @@ def repeated(views: Iterable[object]) -> list[int]:
 
 
 def join(numbers: Any, shape: Sequence[int], storages: Sequence[Tensor], *, requires_grad: bool) -> Tensor:
-    """Return the tensor that such a view describes; ValueError: it describes none."""
+    """Return the tensor of a node that `Joined.view` made, of its storages by number; ValueError: there is none."""
     is_list = type(numbers) is list and bool(numbers)
     if not is_list or not all(type(number) is int and 0 <= number < len(storages) for number in numbers):
         raise ValueError("no list of storages")
@@ -78,10 +83,10 @@ def join(numbers: Any, shape: Sequence[int], storages: Sequence[Tensor], *, requ
 
 
 def unshared(tensor: Tensor) -> Tensor:
-    """Return a contiguous CPU tensor with the same memory, which torch takes for memory of its own.
+    """Return a view of a CPU tensor that torch takes for memory of its own.
 
     Pieces that are views of one tensor would count as one storage.
     """
     plain = tensor.detach()
-    integers = plain.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.itemsize])
-    return torch.from_numpy(integers.numpy()).view(plain.dtype)
+    words = plain.view(_WORDS[plain.itemsize])
+    return torch.from_numpy(words.numpy()).view(plain.dtype)

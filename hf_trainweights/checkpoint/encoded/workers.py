@@ -17,7 +17,7 @@ import torch
 
 _T = TypeVar("_T")
 
-# One thread encodes so much in a few milliseconds. Less work is not worth another thread.
+# One thread encodes this much in a few milliseconds. Less work is not worth another thread.
 _BYTES_PER_WORKER = 4 << 20
 # The thread that writes cannot keep up with more.
 _MOST_WORKERS = 8

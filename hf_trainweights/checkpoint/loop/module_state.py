@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,6 +21,9 @@ from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.formats import get_format
 from hf_trainweights.tensor.modules import parameter_places, put_parameter
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor, rebuild_quantized_tensor
+
+# torch.compile, FSDP and its companions wrap modules in these attributes.
+_WRAPPERS = re.compile(r"(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
@@ -57,17 +61,17 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any]) -> None:
             _copy_inner(own[name], state[name], name)
 
 
-def uncompiled_name(name: str) -> str:
-    """Return the name of a weight without those of the wrappers that torch.compile puts around modules."""
-    return name.replace("_orig_mod.", "")
+def unwrapped_name(name: str) -> str:
+    """Return the name of a weight without those of the wrappers that torch.compile and FSDP put around modules."""
+    return _WRAPPERS.sub("", name)
 
 
 def _named_as(own: Mapping[str, Any], state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Give weights the names in the module if it is compiled and the saved one was not, or the other way round."""
+    """Give weights the names in the module if it is wrapped and the saved one was not, or the other way round."""
     if own.keys() == state.keys():
         return state
-    names = {uncompiled_name(name): name for name in own}
-    return {names.get(uncompiled_name(name), name): value for name, value in state.items()}
+    names = {unwrapped_name(name): name for name in own}
+    return {names.get(unwrapped_name(name), name): value for name, value in state.items()}
 
 
 def quantized_weights(module: nn.Module) -> dict[str, dict[str, Any]]:

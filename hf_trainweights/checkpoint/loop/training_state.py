@@ -24,7 +24,7 @@ from torch import nn
 
 from hf_trainweights.checkpoint.encoded.reader import load_file, register_anchor_directory
 from hf_trainweights.checkpoint.encoded.storage_tasks import Plan
-from hf_trainweights.checkpoint.loop.module_state import load_module_state, module_state, uncompiled_name
+from hf_trainweights.checkpoint.loop.module_state import load_module_state, module_state, unwrapped_name
 from hf_trainweights.checkpoint.loop.progress import rng_state, set_rng_state
 from hf_trainweights.checkpoint.manifest import Manifest, require_progress
 from hf_trainweights.checkpoint.planning.optimizers import class_name
@@ -164,10 +164,10 @@ def _load_optimizer_state(optimizer: Any, model: nn.Module, checkpoint: Mapping[
     """
     saved = checkpoint["optimizer"]
     optimizer.load_state_dict(saved)
-    own = {uncompiled_name(name): parameter for name, parameter in model.named_parameters()}
+    own = {unwrapped_name(name): parameter for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, name in checkpoint.get("names", {}).get("optimizer", {}).items():
-        weight, parameter = checkpoint["model"].get(name), own.get(uncompiled_name(name))
+        weight, parameter = checkpoint["model"].get(name), own.get(unwrapped_name(name))
         if parameter is None or not isinstance(weight, torch.Tensor) or weight.dtype != parameter.dtype:
             continue  # the model has another dtype now, so torch's cast is right
         state = optimizer.state.get(parameters[index], {})

@@ -15,26 +15,33 @@ have made, before weight decay. b1, b2 and so on are the optimizer's betas, t is
 | maximum | log2 | the largest `exp_avg_sq` so far, which takes its place |
 | sum | log2 | a sum of squares, by whose root gradients are divided |
 | norm | log2 | a size of gradients, which divides them as it is |
-| factor | | rows and columns that predict squares; exact, because they take no space |
+| factor | | rows and columns that predict squares, and the squares of vectors; exact, because they take no space |
 | iterate | | other weights, such as averaged ones; exact |
 
-An error in a square makes a divisor wrong by a factor of at most 2**(e / 2), and one in a norm by 2**e, because the
-next gradient adds a part without an error. So u changes by at most D = |u| (2**(e / 2) - 1). An error in `exp_avg` adds
-A lr, and A of Adam is e b1 / (1 - b1**t) * sqrt((1 - b2**t) / b2):
+An error in a square makes a divisor wrong by a factor of at most 2**(e / 2), and one in a norm by at most 2**e. It is
+less, because the next gradient adds a part without an error. So u changes by at most D = |u| (2**(e / 2) - 1). An error
+in `exp_avg` adds A lr, and A of Adam is e b1 / (1 - b1**t) * sqrt((1 - b2**t) / b2).
+
+In the table, lr, momentum, nesterov and alpha are settings of the optimizer, g is the gradient, and rms is the root
+mean square of a momentum's row. A' is A without the division by b2, because a maximum never shrinks. RAdam multiplies
+its steps by a rectification r; in its first steps it divides by nothing. NAdam's mu' is the momentum of the step after
+this one, and its product is that of the momenta of all steps up to mu'. Prodigy's d is the rate that it estimates.
+Muon's X is the matrix that it makes orthogonal in five iterations, a is the first of their coefficients, and lr' is lr
+times the root of rows / columns if that exceeds 1. AdEMAMix's divisor is sqrt(exp_avg_sq / (1 - b2**t)) + eps.
 
 | optimizer | an error in these states | moves a weight in one step by at most |
 |---|---|---|
 | Adam, AdamW, FusedAdam, DeepSpeedCPUAdam, SparseAdam, Adam of bitsandbytes | exp_avg, exp_avg_sq | A lr + D |
-| the same with amsgrad, exp_avg in the unit of its maximum | all three | A lr + D, A without b2; e of D is the larger |
-| RAdam | the same | A and D times the rectification; before it: e lr b1 / (1 - b1**t) sqrt(exp_avg_sq) |
-| NAdam | exp_avg, exp_avg_sq | A lr + D, A = e b1 mu' / (1 - product mu') * sqrt((1 - b2**t) / b2) |
-| Prodigy | exp_avg, exp_avg_sq | d lr e b1 / sqrt(b2) + D, without its correction of the bias |
+| the same with amsgrad, exp_avg in the unit of its maximum | all three | A' lr + D; e of D is the larger |
+| RAdam | exp_avg, exp_avg_sq | A lr r + D; in the first steps e lr b1 / (1 - b1**t) sqrt(exp_avg_sq) |
+| NAdam | exp_avg, exp_avg_sq | A lr + D, A = e b1 mu' / (1 - product) * sqrt((1 - b2**t) / b2) |
+| Prodigy | exp_avg, exp_avg_sq | d lr e b1 / sqrt(b2) + D |
 | Adamax | exp_avg, exp_inf | e lr b1 / (b2 (1 - b1**t)) + abs(u) (2**e - 1) |
 | RMSprop | square_avg, momentum_buffer | D + e lr momentum rms |
 | Adagrad, Adadelta | sum; square_avg, acc_delta | D; both together: e of D is the sum of both |
 | schedule-free AdamW and RAdam | exp_avg_sq | D |
 | SGD, SGD of bitsandbytes | momentum_buffer | e lr momentum rms, with nesterov once more times momentum |
-| Muon | momentum_buffer | in Frobenius' norm lr' L times the change of X / norm(X), L = a**5 for its coefficient a |
+| Muon | momentum_buffer | in Frobenius' norm lr' a**5 times the change of X / norm(X) |
 | Lion, Lion of bitsandbytes | exp_avg | 2 lr where abs(b1 exp_avg + (1 - b1) g) <= b1 e rms, elsewhere nothing |
 | ADOPT | exp_avg, exp_avg_sq | e lr b1 rms + (1 - b1) D |
 | AdEMAMix | exp_avg, exp_avg_slow, exp_avg_sq | A lr + D + e lr alpha b3 rms / the divisor |
@@ -226,7 +233,7 @@ def register_update_rule(optimizer_class: str, *rules: UpdateRule) -> None:
     if not rules or not all(isinstance(rule, UpdateRule) for rule in rules):
         raise ConfigError(where, "at least one UpdateRule", repr(rules), "Pass one for each set of states.")
     if RULES.setdefault(optimizer_class, rules) != rules:
-        next_step = "A class has one table row: its updates do not change."
+        next_step = "Remove one of the two calls: a class has one set of rules."
         raise ConfigError(where, "a class without rules", "one that has other rules already", next_step)
 
 

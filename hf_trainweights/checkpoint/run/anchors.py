@@ -49,7 +49,8 @@ _RECORD = {
     "interval_steps": "an integer of at least 1, or null",
 }
 
-# A delta that takes one bit per weight more than the first one is twice as large. Then the anchor is too old.
+# If a delta takes this many bits per weight more than the first one, weights have moved twice as far from the anchor.
+# Then the anchor is too old.
 _REFRESH_BITS = 1.0
 MOST_FILES = 5
 """The most files that are needed to read the weights of a rounded checkpoint, its own among them.
@@ -86,7 +87,7 @@ class AnchorRecord:
     interval_steps: int | None = None
 
     def has_aged(self, bits: float) -> bool:
-        """Return whether the newest delta takes more than that many bits per weight beyond the first delta."""
+        """Return whether the newest delta takes over `bits` bits per weight more than the first delta."""
         return self.first_bits is not None and (self.last_bits or 0.0) > self.first_bits + bits
 
     def is_spent(self, anchor_every: int) -> bool:
@@ -117,7 +118,11 @@ class AnchorRecord:
         *,
         is_exact: bool,
     ) -> AnchorRecord:
-        """Return the record after a checkpoint was stored against the anchor; `measured_rms` is its drift, if known."""
+        """Return the record after a checkpoint was stored against the anchor.
+
+        `measured_rms` is the drift of the checkpoint by name, as far as it is known. `is_exact` tells that no weight of
+        the checkpoint was rounded.
+        """
         delta_rms = {**self.delta_rms, **measured_rms}
         record = replace(self, saves=self.saves + 1, delta_rms=delta_rms)
         if is_exact and delta_rms:  # in a rounded run only the best one is exact, and its bits compare with no others
@@ -236,7 +241,7 @@ def expected_drift_rms(
     beta1) / (1 + beta1)). Measured in a language model from scratch and in a fine-tune, weights move 0.4 to 1.3 times
     as far as estimated, and less while the learning rate falls. `interval_steps` are the training steps between two
     saves, by default those since the start. At most 100 of them count. Parameters without a name are left out, as are
-    parameters that an optimizer other than Adam moves.
+    parameters that an optimizer other than Adam moves; `optimizer_class` is the class, None if it is unknown.
     """
     most_steps = min(interval_steps or _MOST_STEPS, _MOST_STEPS)
     tasks: dict[str, tuple[int, Callable[[], float]]] = {}
@@ -250,7 +255,10 @@ def expected_drift_rms(
 def second_moments(
     optimizer: Mapping[str, Any], names: Mapping[Any, str], optimizer_class: str | None = None
 ) -> dict[str, Tensor]:
-    """Return each parameter's `exp_avg_sq` by name, as a hint for codecs; only parameters that Adam moves have one."""
+    """Return each parameter's `exp_avg_sq` by name, as a hint for codecs; only parameters that Adam moves have one.
+
+    `optimizer_class` is the class of the optimizer, or None if it is unknown.
+    """
     states = adam_states(optimizer, names, optimizer_class)
     moments = {name: state["exp_avg_sq"] for name, state, _ in states}
     return {name: moment for name, moment in moments.items() if moment.dtype in LOSSY_DTYPES}

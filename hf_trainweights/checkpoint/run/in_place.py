@@ -1,7 +1,7 @@
 """Rewriting a checkpoint in its directory: the listing of its files, and the lock and the manifest around the changes.
 
-All files are listed and read once before any of them changes. While they change the checkpoint has no manifest: that is
-removed first and written again last.
+All files are listed and read once before any of them changes. While they change, the checkpoint has no manifest: the
+old one is removed first, and a new one is written last.
 """
 
 from __future__ import annotations
@@ -84,8 +84,9 @@ class ListedFile:
 class Listing:
     """The undamaged files of a checkpoint by relative name, as they were before a rewriting changed any of them.
 
-    It answers questions about the old files only. `write_manifest` compares each status with the disk, so a file that
-    has changed since is read again. `previous` is the manifest by which files were verified before, if there was one.
+    It answers questions about the old files only. `write_manifest` compares the status of each file with the disk, and
+    reads a file again that has changed since. `previous` is the manifest by which the caller has verified the files, or
+    None if there was no manifest.
     """
 
     directory: Path
@@ -94,7 +95,7 @@ class Listing:
 
     @classmethod
     def read(cls, directory: Path, previous: Manifest | None = None, leave_out: Collection[str] = ()) -> Listing:
-        """Check and list all files, except those to `leave_out` and those of which each rank writes one.
+        """Check and list all files, except those to `leave_out` and the ranks' files of random number generators.
 
         CorruptFileError: checksums or structure show that a file is not as it was written. MissingAnchorError: an
         encoded file needs an anchor that is not there. SaveError: the disk refuses to read a file.
@@ -103,7 +104,7 @@ class Listing:
         files = {}
         for name, status in list_files(directory).items():
             is_listed = stat.S_ISREG(status.st_mode) and name not in leave_out and name != MANIFEST_NAME
-            if is_listed and not name.startswith(RNG_PREFIX):  # another rank may still be writing its file
+            if is_listed and not name.startswith(RNG_PREFIX):  # each rank writes one, and may still be writing it
                 entry = previous.files.get(name) if previous else None
                 files[name] = ListedFile(directory / name, status, _content(directory / name, entry))
         return cls(directory, previous, files)
@@ -139,9 +140,19 @@ class Listing:
     ) -> Manifest:
         """Remove the anchors that no file needs any more, and write a manifest of all files in the directory.
 
-        `manifest` lists the files that were written since the listing, and those that ranks have `kept`. The previous
-        manifest has the reports and earlier rounding of the others, unless `carries_rounding` is false: then `manifest`
-        has all of it. CorruptFileError: another program has written a damaged file meanwhile.
+        Args:
+            manifest: The new manifest. Its files are those that were written since the listing, and the `kept` ones;
+                this method adds the others.
+            carries_rounding: Whether to take the reports and the earlier rounding of the other files from the previous
+                manifest. False if the caller has put all earlier rounding into `manifest` already.
+            kept: Files that ranks did not encode again, because an earlier call has rounded them. Their errors stay in
+                their reports; those of the old reports of encoded files become earlier rounding.
+
+        Returns:
+            The manifest that was written.
+
+        Raises:
+            CorruptFileError: Another program has written a damaged file meanwhile.
         """
         previous = self.previous if carries_rounding else None
         listed = self._now(manifest.files)
@@ -150,8 +161,9 @@ class Listing:
         remove_files(self.directory / name for name in sorted(unneeded))
         files = dict(manifest.files)
         for name in listed.keys() - unneeded:
-            is_as_before = previous is not None and name in previous.files and listed[name] is self.files.get(name)
-            files[name] = previous.files[name] if previous and is_as_before else listed[name].entry()
+            is_unchanged = listed[name] is self.files.get(name)
+            entry = previous.files.get(name) if previous is not None and is_unchanged else None
+            files[name] = entry or listed[name].entry()
         encoded = manifest.files.keys() - {*kept}
         manifest = with_earlier_rounding(replace(manifest, files=files), previous, encoded)
         write_manifest(self.directory, manifest)
@@ -187,7 +199,7 @@ class Listing:
 
 
 def _content(path: Path, entry: FileEntry | None) -> FileContent:
-    """Read a file, all of it unless its digest was compared with that of its `entry` in the previous manifest."""
+    """Check and read a file. The caller has compared the digest of one with an `entry`: only its structure is read."""
     if entry is not None:
         return read_verified(path, entry.sha256)
     try:

@@ -38,8 +38,8 @@ from hf_trainweights.files.torch_zip import Writable
 
 WEIGHTS_NAME = "pytorch_model.bin"
 
-# A base serves until its deltas take so many bits per weight more than the first one. From then on a full checkpoint as
-# new anchor costs less within eight saves: it has 10 to 24 bits more than a delta.
+# A base serves until its deltas take this many bits per weight more than the first one. From then on a full checkpoint
+# as new anchor costs less within eight saves: it has 10 to 24 bits more than a delta.
 _BASE_REFRESH_BITS = 2.0
 # Two unrelated weights differ by 1.4 times the rms of one; a fine-tune moves a weight by a thousandth of it. So if the
 # difference exceeds half of the rms, the weight did not begin at the base, and the difference does not show its drift.
@@ -179,7 +179,7 @@ def _encode_delta(job: SaveJob, weights: Weights, candidate: WeightsAnchor, file
                 if not is_exact and weights.as_anchor and len(links) + 1 < MOST_FILES:
                     record = replace(record, sha256="")  # this file becomes the anchor of the next checkpoint
     if job.temporary and isinstance(anchor, Anchor) and not links:
-        remove_files(anchor.files)  # rewriting in place removes them with `write_complete_manifest`
+        remove_files(anchor.files)  # rewriting in place removes them in `Listing.write_manifest`
     return written and EncodedWeights(written, record, links, base)
 
 

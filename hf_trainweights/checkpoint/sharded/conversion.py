@@ -111,9 +111,10 @@ def restore_as_dcp(source: str | Path, out: str | Path) -> None:
 
 
 def verified_manifest(path: Path, dcp_directories: Sequence[Path]) -> Manifest | None:
-    """Compare the files of a sharded checkpoint with its manifest, and return that; None if it has no manifest.
+    """Compare the files of a sharded checkpoint with its manifest, and return the manifest.
 
-    Also None if a process died between writing manifest and `.metadata`. CorruptFileError: a file is damaged.
+    None if there is no manifest, or if a process died between writing it and `.metadata`. CorruptFileError: a file is
+    damaged.
     """
     return None if path in dcp_directories and current_manifest(path) is None else intact_manifest(path)
 

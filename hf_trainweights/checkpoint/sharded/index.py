@@ -70,7 +70,10 @@ class StoredItem(WriteResult):
 
 
 def stored_item(item: WriteItem, place: Place, report: TensorReport, anchor_sha256: str | None = None) -> StoredItem:
-    """Return DCP's result for an item whose file is not complete yet; the path in `report` is replaced."""
+    """Return DCP's result for an item whose file is not complete yet; the path in `report` is replaced.
+
+    `anchor_sha256` is the digest of the anchor that the item is a difference to, or None.
+    """
     row: dict[str, Any] = {**vars(report), "path": item.index.fqn}
     row |= {"bytes": f"{place.start}:{place.stop}", "crc32": place.crc32}
     elements = 0

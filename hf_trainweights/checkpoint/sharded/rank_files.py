@@ -55,6 +55,7 @@ _REPEATED_BYTES = 4096
 # The codec that reports name for an object, whose bytes are stored as torch.save wrote them.
 OBJECT_CODEC = "torch.save"
 
+# The number of Unix in a zip archive: the bytes of a file are the same whichever system writes it.
 _UNIX = 3
 # Three records with short names take half as many bytes.
 _MOST_HEADER_BYTES = 1024
@@ -90,7 +91,7 @@ def write_weights(rank: RankItems) -> list[StoredItem]:
 
 
 def _continues_chain(rank: RankItems, anchors: Sequence[Anchor]) -> bool:
-    """Return whether the weights of a rank, stored as differences to these anchors, become the anchor of the next."""
+    """Return whether the weights of a rank, stored as differences to these anchors, become the next anchor."""
     is_exact = all(plan.is_lossless for plan in rank.orders.plans.values() if is_weight(plan))
     # An encoded file of several weights names one anchor.
     return not is_exact and len(anchors) == 1 and len(anchors[0].files) + 1 < MOST_FILES

@@ -24,7 +24,7 @@ from hf_trainweights.checkpoint.planning.update_rules import ADAM, OPTIMIZER_ROL
 from hf_trainweights.checkpoint.run.anchors import expected_drift_rms, second_moments
 from hf_trainweights.errors import UnstorableError
 
-# A weight is compared with others of its shape only if so many of its elements, evenly spread, are the same.
+# A weight is compared with others of its shape only if this many of its elements, evenly spread, are the same.
 _SAMPLE_ELEMENTS = 64
 
 # Settings of a parameter's group that the estimate of drift needs, and all that it uses.
@@ -197,7 +197,7 @@ class Groups:
         return self._fields[group] if isinstance(group, str) else group.keys()
 
     def read(self, optimizer: str, parameter: str, keys: Iterable[str]) -> dict[str, Any]:
-        """Return these settings of a parameter's group, as far as the rank has them."""
+        """Return the settings `keys` of a parameter's group, as far as the rank has them."""
         group = self._group(optimizer, parameter)
         if isinstance(group, str):
             return {key: self._load(f"{group}.{key}") for key in keys if key in self._fields[group]}
@@ -210,7 +210,7 @@ class Groups:
         return self._by_parameter[prefix].get(parameter, f"{prefix}.{parameter}")
 
     def _listed(self, prefix: str) -> Iterator[tuple[str, Mapping[str, Any] | str]]:
-        """Yield each parameter of the groups that are stored as a list, with its group or the name of that."""
+        """Yield each parameter of the groups that are stored as a list, with its group or the group's name."""
         if prefix in self._items:
             for group in self._load(prefix):
                 if isinstance(group, Mapping):

@@ -59,7 +59,8 @@ def plan_tensors(
 ) -> dict[str, TensorPlan]:
     """Plan all tensors of a save, by their names in the flattened state dict; `plans` has one SavePlan for each rank.
 
-    If `optimizer_class` is None, states are planned as Adam's; later `settled` checks that with the optimizer's groups.
+    If `is_delta`, weights may be stored as differences to the run's anchors. If `optimizer_class` is None, states are
+    planned as Adam's; later `settled` checks that with the optimizer's groups.
     ConfigError: a rule fits no tensor and none of the `other_names`.
     """
     items = [item for plan in plans for item in plan.items]

@@ -8,7 +8,6 @@ Trainer's files use other names for weights than the modules do, they are replac
 
 from __future__ import annotations
 
-import re
 import shutil
 import threading
 from collections.abc import Iterable, Mapping
@@ -23,6 +22,7 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
 from hf_trainweights.checkpoint.directory import collect_garbage, find_checkpoints, layout_of, register_checkpoint
+from hf_trainweights.checkpoint.loop.module_state import unwrapped_name
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, total_rounding
 from hf_trainweights.checkpoint.planning.optimizers import class_name
 from hf_trainweights.checkpoint.planning.policy import ModeName, Policy
@@ -44,10 +44,6 @@ from hf_trainweights.models.host.module_names import converted_names, renamed_te
 from hf_trainweights.models.host.ranks import Sharding, sharding_of
 
 _logger = logging.get_logger(__name__)
-
-# FSDP and its companions wrap modules in these attributes, which the names in a checkpoint do not contain. They contain
-# `_orig_mod` if a user has compiled the model before the Trainer gets it.
-_WRAPPERS = re.compile(r"(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 
 
 class Backlog:
@@ -382,5 +378,8 @@ def _newest_metrics(state: Any) -> dict[str, float]:
 
 
 def _names_in_files(tensors: Iterable[tuple[str, Any]]) -> list[str]:
-    """Return the names that weights or buffers may have in a checkpoint: those without wrappers, and their own."""
-    return [name for own_name, _ in tensors for name in (_WRAPPERS.sub("", own_name), own_name)]
+    """Return the names that weights or buffers may have in a checkpoint: without wrappers, and their own.
+
+    FSDP leaves wrappers out of the names. The names have `_orig_mod` if a user has compiled the model before.
+    """
+    return [name for own_name, _ in tensors for name in (unwrapped_name(own_name), own_name)]

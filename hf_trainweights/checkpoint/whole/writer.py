@@ -41,7 +41,8 @@ def find_anchor_candidate(job: SaveJob, weights_name: str) -> WeightsAnchor | No
     """Return the anchor or base that the newest other checkpoint of the run records in a readable manifest.
 
     If no checkpoint records one, return the job's base, or None. `weights_name` is the name of the weights file in
-    each checkpoint, which may itself be the anchor. Digests are checked later, when the anchor is opened.
+    each checkpoint, which may itself be the anchor. The steps since the last save, which the result has, tell later how
+    far weights have drifted. Digests are checked later, when the anchor is opened.
     ConfigError: the base of the job has no plain weights.
     """
     interval_steps = steps_since_last_save(job.path)
@@ -64,6 +65,8 @@ def find_anchor_candidate(job: SaveJob, weights_name: str) -> WeightsAnchor | No
     if job.base is None:
         return None
     base = identify_base(job.base.path)
+    # The Trainer has written its state into the directory where this job writes. The new checkpoint may keep the files
+    # of the base in the same directory.
     interval_steps = interval_steps or _noted_interval(job.directory, step_of(job.path))
     record = AnchorRecord(base.sha256, saves=0)
     return WeightsAnchor(path=job.directory, record=record, interval_steps=interval_steps, base=base)
@@ -87,8 +90,9 @@ def save_new_directory(
 ) -> Manifest:
     """Save a checkpoint into a missing or empty directory, which appears complete or not at all.
 
-    Directories called `checkpoint-<step>` beside it may hold the anchor. `trees` are further values with their plans by
-    file name. `as_they_are` are files that are not encoded. UnstorableError names file and key.
+    Directories called `checkpoint-<step>` beside it may hold the anchor. `trees` are the further files to encode, by
+    name: a tree of values with its plan. `as_they_are` are files that are not encoded. UnstorableError names file and
+    key.
     """
     with save_errors(job.path, "Earlier checkpoints are untouched."), create_directory(job.path) as temporary:
         job = replace(job, temporary=temporary)

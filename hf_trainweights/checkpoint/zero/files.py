@@ -42,7 +42,8 @@ def _is_tag(path: Path) -> bool:
 def load_states(path: Path, *, map_location: str = "cpu") -> Any:
     """Load a file of DeepSpeed, plain or encoded, without running its code; tensors of a plain one are mapped.
 
-    In a plain file stand-ins take the place of DeepSpeed's objects. CorruptFileError: it is damaged, or holds others.
+    In a plain file stand-ins take the place of DeepSpeed's objects. CorruptFileError: it is damaged, or holds other
+    objects.
     """
     with torch.serialization.safe_globals(stand_ins()):
         return load_file(path, map_location=map_location, mmap=True)

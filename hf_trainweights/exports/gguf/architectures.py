@@ -166,7 +166,7 @@ def _other_setting(name: str, setting: str, expected: str, found: object) -> Uns
 
 
 def unsupported(where: str, expected: str, found: str, why: str = "") -> UnsupportedError:
-    """Return the error for a model or setting that llama.cpp does not support."""
+    """Return the error for a model or setting that llama.cpp does not support; `why`, a sentence, begins the advice."""
     return UnsupportedError(where, expected, found, f"{why}For other readers there is export_compressed_tensors.")
 
 

@@ -46,7 +46,7 @@ def _joined(codes: Tensor, size: int, bits: int) -> Tensor:
 
 
 def _halves(stored: Mapping[str, Tensor], name: str, blocks: int) -> Tensor:
-    """Return the bytes of float16 numbers, `[*, N, blocks, bytes]`."""
+    """Return the bytes of the float16 numbers that a stored tensor has for each block, `[*, N, blocks, bytes]`."""
     return stored[name].contiguous().view(torch.uint8).unflatten(-1, (blocks, -1))
 
 
@@ -59,14 +59,18 @@ def _old(bits: int, has_bias: bool) -> Encode:
         if has_bias:
             parts.append(_halves(stored, "bias", codes.shape[-2]))
         if bits == 5:
-            parts.append(_joined((codes >> 4).unflatten(-1, (-1, 8)), 1, 1).flatten(-2))
+            parts.append(_joined(codes >> 4, 1, 1))
         return torch.cat([*parts, _joined(codes & 15, 16, 4)], dim=-1)
 
     return encode
 
 
 def _superblocks(bits: int, make: Callable[[Tensor, Tensor, Tensor], list[Tensor]]) -> Encode:
-    """Return the function for superblocks; `make` orders the bytes of codes, float16 numbers and scales."""
+    """Return the function for superblocks of 256 codes; `make` orders the bytes of codes, numbers and scales.
+
+    An imported weight keeps the bytes of a superblock's packed scales as `group_scale`, and its one or two float16
+    numbers, by which all of them are multiplied, as `scale`.
+    """
 
     def encode(stored: Mapping[str, Tensor]) -> Tensor:
         codes = _codes(stored, bits, 256)
@@ -123,6 +127,7 @@ _TABLES = {Kind.IQ4_NL: IQ4_VALUES, Kind.IQ4_XS: IQ4_VALUES, Kind.MXFP4: E2M1_VA
 def encoder_of(weight: QuantizedTensor) -> tuple[gguf.GGMLQuantizationType, Encode] | None:
     """Return the kind of blocks that holds a weight as it is stored, and the function that writes them, or None."""
     kind, encode = _ENCODERS.get(weight.format, (None, None))
+    # A block has float16 numbers, or in MXFP4 exponents as bytes.
     if kind is None or encode is None or weight.tensors["scale"].dtype not in (torch.float16, torch.uint8):
         return None
     # llama.cpp has the table of each kind built in, so a weight with another table cannot be written.

@@ -1,8 +1,9 @@
 """The rows and columns of Qwen's linear attention in a GGUF file.
 
-Several heads of values share a head of keys. Transformers has the heads of values that share one side by side. In files
-of Qwen3.5 the first of each come first, then the second of each. Qwen3-Next's one projection of everything, which has
-all of a head of keys side by side, is two tensors there.
+Several heads of values share a head of keys. In Transformers the heads of values that share a head of keys lie side by
+side. In files of Qwen3.5 the first head of values of every head of keys comes first, then the second of every one.
+Qwen3-Next has one projection, in which all rows that belong to a head of keys lie side by side. A file has two tensors
+for it.
 """
 
 from __future__ import annotations

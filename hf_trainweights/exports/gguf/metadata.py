@@ -32,7 +32,7 @@ _LONGROPE = {"factor", "attention_factor", "long_factor", "short_factor", "origi
 _SETTINGS = {"default": set(), "linear": {"factor"}, "yarn": _YARN, "llama3": _LLAMA3, "longrope": _LONGROPE}
 
 _MODULES = "modules.json"
-# By the names of modes in sentence-transformers 6, and in older settings, which have one key `pooling_mode_...` a mode.
+# By the values of `pooling_mode` in sentence-transformers 6, and by the ends of the older keys `pooling_mode_...`.
 _TYPES = {
     "mean": gguf.PoolingType.MEAN,
     "mean_tokens": gguf.PoolingType.MEAN,
@@ -142,12 +142,12 @@ def _context_length(architecture: Architecture, config: PretrainedConfig) -> int
 
 
 def describe_rope(writer: gguf.GGUFWriter, architecture: Architecture, config: PretrainedConfig) -> None:
-    """Write the settings of a rotary embedding, if the model has one."""
+    """Write the settings of a rotary embedding, if the model has one; `rope_tensors` has Llama 3's and LongRoPE's."""
     rope = _rope(config)
     if rope is None:
         return
-    kind = _kind(rope, architecture)
-    writer.add_rope_dimension_count(_size(config))
+    kind = _rope_kind(rope, architecture)
+    writer.add_rope_dimension_count(_rotary_size(config))
     writer.add_rope_freq_base(rope["rope_theta"])
     if kind in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
@@ -169,23 +169,23 @@ def describe_rope(writer: gguf.GGUFWriter, architecture: Architecture, config: P
 def rope_tensors(config: PretrainedConfig) -> dict[str, Tensor]:
     """Return the tensors of divisors of a rotary embedding's frequencies, if llama.cpp does not compute them itself.
 
-    Each is float32 `[turned rows of a head / 2]`. There is one tensor for Llama 3's scaling, and two for LongRoPE.
+    Each is float32 `[rotary dimensions / 2]`. There is one tensor for Llama 3's scaling, and two for LongRoPE.
     """
     rope = _rope(config) or {}
     kind = rope.get("rope_type")
     if kind == "longrope":
         factors = {f"rope_factors_{length}.weight": rope[f"{length}_factor"] for length in ("long", "short")}
         return {name: torch.tensor(values, dtype=torch.float32) for name, values in factors.items()}
-    return {"rope_freqs.weight": llama3_factors(rope, _size(config))} if kind == "llama3" else {}
+    return {"rope_freqs.weight": llama3_factors(rope, _rotary_size(config))} if kind == "llama3" else {}
 
 
 def head_size(config: PretrainedConfig) -> int:
-    """Return the number of rows of a projection that make one head."""
+    """Return the dimension of a head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def llama3_factors(rope: dict[str, Any], size: int) -> Tensor:
-    """Return the divisors of the frequencies that Llama 3's scaling gives for heads of `size` turned rows."""
+    """Return the divisors that Llama 3's scaling gives for the frequencies of `size` rotary dimensions."""
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     exponents = torch.arange(0, size, 2, dtype=torch.float64) / size
     wavelengths = 2 * math.pi * rope["rope_theta"] ** exponents
@@ -211,12 +211,12 @@ def _rope(config: PretrainedConfig) -> dict[str, Any] | None:
     return {key: value for key, value in rope.get("full_attention", rope).items() if value is not None}
 
 
-def _size(config: PretrainedConfig) -> int:
-    """Return the number of rows of each head that the rotary embedding turns."""
+def _rotary_size(config: PretrainedConfig) -> int:
+    """Return the number of rotary dimensions: those of each head that the rotary embedding turns."""
     return int(head_size(config) * (_rope(config) or {}).get("partial_rotary_factor", 1.0))
 
 
-def _kind(rope: dict[str, Any], architecture: Architecture) -> str:
+def _rope_kind(rope: dict[str, Any], architecture: Architecture) -> str:
     """Return the kind of a rotary embedding, after a check that llama.cpp has it with all of its settings."""
     kind = rope.get("rope_type", "default")
     unknown = rope.keys() - {"rope_type", "rope_theta"} - _SETTINGS.get(kind, set())

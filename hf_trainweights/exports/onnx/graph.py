@@ -25,14 +25,14 @@ from hf_trainweights.models.host.models import onnx_graph
 # A protobuf of 2 GiB cannot be read. The rest is room for the graph itself.
 _LARGEST_FILE_BYTES = 1_900_000_000
 
-_OPSET = f"Leave it out, or pass {BLOCKS_OPSET}."
+_OPSET_ADVICE = f"Leave it out, or pass {BLOCKS_OPSET}."
 
 NEXT_STEP = "Pass other example_inputs or dynamic_shapes, or leave these out."
 """The advice in an error of tracing a model."""
 
 
 class Part(nn.Module):
-    """A part of a model of Transformers, which Transformers' exporter traces like a model."""
+    """A part of a model of Transformers, such as its encoder. A subclass has the `forward` that is traced."""
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
@@ -51,7 +51,8 @@ def trace(
         graph = _traced(model, inputs, opset, options or {})
     if (written := graph.opset_imports.get("")) != opset:
         # If the exporter cannot convert its graph to an opset, it only logs that, and leaves the graph as it is.
-        raise ConfigError("opset", "one that the exporter can write", f"{opset}, for which it writes {written}", _OPSET)
+        actual = f"{opset}, for which it writes {written}"
+        raise ConfigError("opset", "one that the exporter can write", actual, _OPSET_ADVICE)
     _finish(graph)
     _forget_origins(graph)
     return graph
@@ -74,6 +75,8 @@ def name_dimensions(graph: Any, dimensions: Mapping[str, Mapping[int, str | int]
     """
     free = ((value.shape[axis], name) for value in graph.graph.inputs for axis, name in dimensions[value.name].items())
     names = {str(size): str(name) for size, name in free if not isinstance(size, int)}
+    if not names:
+        return
     symbol = re.compile(r"\b(" + "|".join(map(re.escape, names)) + r")\b")
     values = [*graph.graph.inputs, *(output for node in graph.graph.all_nodes() for output in node.outputs)]
     for value in values:
@@ -109,7 +112,10 @@ def _traced(model: nn.Module, inputs: Inputs, opset: int, options: Mapping[str, 
 
 
 def _finish(model: Any) -> None:
-    """Remove the ops that mark stored tensors, and turn int32 words that DequantizeLinear reads into INT4, in place."""
+    """Remove the ops `STORED`, which have kept the exporter from computing with codes, and turn words into INT4.
+
+    The words are those that DequantizeLinear reads: int32 of eight codes. This changes the model in place.
+    """
     ir = require("onnx_ir", "onnx")
     domain, _, op_type = STORED.partition("::")
     for graph in model.graphs():
@@ -131,7 +137,8 @@ def _finish(model: Any) -> None:
 def _lazy_int4(words: Any, shape: Any, name: str | None) -> Any:
     ir = require("onnx_ir", "onnx")
 
-    # A stored nibble is code + 8. ONNX's nibble is the code's two's complement, which differs in the highest bit.
+    # Each nibble of a stored word is code + 8. ONNX's nibble is the code's two's complement, which differs in the
+    # highest bit.
     def make() -> Any:
         octets = words.numpy().view(np.uint8) ^ 0x88
         return ir.PackedTensor(octets.reshape(-1), ir.DataType.INT4, shape=shape, name=name)

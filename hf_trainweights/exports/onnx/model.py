@@ -277,7 +277,7 @@ def _call(model: nn.Module, inputs: Inputs) -> list[Tensor]:
 
 
 def compare(name: str, output: np.ndarray, wanted: Tensor, rtol: float = 1e-5, atol: float = 1e-6) -> OutputDifference:
-    """Compare an output of a file with the model's; `rtol` is relative to the model's largest magnitude."""
+    """Compare an output of a file with the model's; `rtol` and `atol` are those of `verify_onnx_model`."""
     if output.shape != wanted.shape or output.size == 0:
         return OutputDifference(name, math.nan, math.nan, output.shape == wanted.shape)
     a, b = torch.from_numpy(output).double(), wanted.detach().cpu().double()

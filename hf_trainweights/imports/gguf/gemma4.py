@@ -24,7 +24,7 @@ _NUMBERS = {
 
 
 def gemma4_settings(file: GgufFile, layers: int) -> dict[str, Any]:
-    """Return the settings of a model with so many layers; CorruptFileError: one is missing or of another type."""
+    """Return the settings of a model with `layers` layers; CorruptFileError: one is missing or of another type."""
     slides = [bool(layer) for layer in _by_layer(file, "attention.sliding_window_pattern", layers)]
     heads = _by_layer(file, "attention.head_count_kv", layers)
     widths = _by_layer(file, "feed_forward_length", layers)

@@ -35,9 +35,10 @@ from hf_trainweights.models.loading.saved_models import check_config
 from hf_trainweights.models.loading.stored_weights import saved_class
 from hf_trainweights.tensor.stored_names import flatten_weight
 
-# Any format that holds every shape: only the question which weights can be quantized is asked.
+# `_slots` only asks which weights can be quantized. Any format would do that holds every shape.
 _ANY = TrainWeightsConfig("int8", include_embeddings=True)
 _OUTPUT = "output.weight"
+_GIVE_TOKENIZER = "Put the tokenizer's files beside the file, or give base_model, whose tokenizer is taken."
 
 
 class GgufModel:
@@ -63,7 +64,7 @@ class GgufModel:
         self._skeleton = Skeleton(cls, self.config, self._file.size_bytes)
 
     def convert(self, target: Path) -> tuple[dict[str, Any], Format]:
-        """Write the stored tensors into an empty directory; return the model's settings and its usual format.
+        """Write the stored tensors into an empty directory; return the model's settings and the commonest format.
 
         ConfigError: no weight is quantized.
         """
@@ -104,7 +105,7 @@ class GgufModel:
         try:
             with contextlib.redirect_stdout(io.StringIO()):
                 tokenizer = AutoTokenizer.from_pretrained(self._file.path.parent, gguf_file=self._file.path.name)
-        except Warning:
+        except Warning:  # a filter may raise warnings, and they pass
             raise
         except Exception as error:
             # Transformers reads the metadata without checks, so that damage raises errors of any type.
@@ -113,9 +114,6 @@ class GgufModel:
                 str(self._file.path), "a tokenizer that Transformers reads", reason, _GIVE_TOKENIZER
             ) from error
         tokenizer.save_pretrained(directory)
-
-
-_GIVE_TOKENIZER = "Put the tokenizer's files beside the file, or give base_model, whose tokenizer is taken."
 
 
 def _saved_config(folder: Path, file: GgufFile) -> PretrainedConfig | None:
@@ -132,7 +130,7 @@ def _saved_config(folder: Path, file: GgufFile) -> PretrainedConfig | None:
             return None
         check_config(saved, max(len(file.tensors), 1000), file.size_bytes, str(folder / CONFIG_NAME))
         config = AutoConfig.from_pretrained(folder)
-    except (TrainWeightsError, Warning):
+    except (TrainWeightsError, Warning):  # a filter may raise warnings, and they pass
         raise
     except Exception as error:
         # Wrong values lead to errors of any type.
@@ -173,8 +171,10 @@ def _slots(model: PreTrainedModel, in_file: Collection[str]) -> dict[str, Slot]:
             transposed = choice is not None and choice.transposed and tensor.dim() > 1
             shape = tuple(tensor.mT.shape) if transposed else tuple(tensor.shape)
             takes_codes = choice is not None and choice.format is not None
-            # Rows of latent keys are columns here. So the weight becomes a float one, number by number.
+            # llama.cpp splits `kv_b_proj` into keys and values, and stores the keys transposed. Groups of codes would
+            # run along the file's rows, which are columns of this weight. So it is filled with floats, one by one.
             by_numbers = has_latent_keys and name.endswith(".kv_b_proj.weight")
+            # `_bias` ends the names of the biases of all experts, which are matrices.
             columns = shape[-1] if len(shape) > 1 and not name.endswith("_bias") and not by_numbers else 1
             slots[name] = Slot(shape, columns, transposed, takes_codes and not by_numbers)
     return slots

@@ -37,8 +37,8 @@ class Slot(NamedTuple):
 
     Args:
         shape: Its stored shape, `[*, N, K]` or that of a bias.
-        columns: The number of columns of a row. Each number of a bias is a row by itself, and each number of a weight
-            of which a file has rows as columns.
+        columns: How many neighbouring numbers the file stores side by side, too: the columns of a row, or 1 if each
+            number is placed by itself, as in a bias.
         transposed: Whether the module keeps it as `[*, K, N]`.
         takes_codes: Whether it can be a quantized weight.
     """

@@ -261,7 +261,7 @@ class _Settings:
             settings["multi_query"] = settings.get("num_kv_heads") == 1
 
     def _add_linear_attention(self, settings: dict[str, Any]) -> None:
-        """Add the sizes of a linear attention, and the layers that have a full one instead: each so-many-th."""
+        """Add the sizes of a linear attention, and the kind of each layer: every `interval`-th has a full attention."""
         layers, interval = (int(self._get(settings, "num_hidden_layers")), self._number("full_attention_interval") or 4)
         kinds = ("linear_attention", "full_attention")
         settings["layer_types"] = [kinds[(layer + 1) % int(interval) == 0] for layer in range(layers)]

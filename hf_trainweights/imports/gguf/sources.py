@@ -16,7 +16,7 @@ from hf_trainweights.files.weight_files import FOREIGN_WEIGHTS
 from hf_trainweights.imports.gguf.file import SPLIT_FILE
 
 _SUFFIX = ".gguf"
-# Parts of a model beside its text model, such as `mmproj-model-f16.gguf`.
+# Files that hold no text model: projectors, such as `mmproj-model-f16.gguf`, and statistics for a quantizer.
 _PARTS = ("mmproj*", "*.mmproj*", "imatrix*")
 _WEIGHTS = (*FOREIGN_WEIGHTS, "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt")
 _SHOWN = 20
@@ -68,6 +68,11 @@ def _names_on_hub(repository: str) -> list[str]:
 
 
 def _choose(source: str, names: Iterable[str], pattern: str | None) -> str | None:
+    """Return the name of the one GGUF model among files.
+
+    None if there is no pattern, and either no GGUF model or other weights, too. ConfigError: there are several models,
+    or the pattern selects none.
+    """
     names = list(names)
     models = [name for name in names if name.endswith(_SUFFIX) and _is_first(name)]
     if pattern is None:

@@ -25,7 +25,8 @@ from hf_trainweights.imports.gguf.places import Place, Slot
 from hf_trainweights.imports.layouts.base import AGAIN
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
-# Rows are read in groups of about so many weights, so that they stay in the processor's cache while they are unpacked.
+# Rows are read in groups of about this many weights, so that they stay in the processor's cache while they are
+# unpacked.
 _WEIGHTS_AT_ONCE = 1 << 18
 # The dtypes of 16 bits that a model's float weights may get.
 _NARROW = (torch.bfloat16, torch.float16)

@@ -102,7 +102,10 @@ def check_tensor(
     *shapes: Shape,
     required: bool = True,
 ) -> None:
-    """Check the dtype and the shape of a tensor of a weight; CorruptFileError: they are wrong, or it is missing."""
+    """Check the dtype and the shape of a tensor of a weight; it may be missing unless `required`.
+
+    CorruptFileError: dtype or shape is none of those allowed, or the tensor is missing.
+    """
     name, tensor = f"{module}.{leaf}", tensors.get(leaf)
     if tensor is None:
         if required:

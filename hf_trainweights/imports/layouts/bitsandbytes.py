@@ -132,7 +132,7 @@ def _read_state(name: str, stored: Tensor) -> _State:
 
 
 def _nested(tensors: Mapping[str, Tensor], N: int, G: int, offset: float) -> dict[str, Tensor]:
-    """Return the stored tensors of quantized scales, by row: which run of 256 blocks a group is in, it knows itself."""
+    """Return the stored tensors of quantized scales by row: with `phase` a row finds the outer scale of each group."""
     outer = tensors["weight.nested_absmax"]
     first = torch.arange(N, device="cpu") * G
     runs = (first // OUTER_GROUPS).unsqueeze(1) + torch.arange(outer_count(G), device="cpu")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hf_trainweights.formats.group_scales import unpack_bits
 
-# Rows are unpacked in blocks of so many codes, because each takes eight bytes for a while.
+# Rows are unpacked in blocks of this many codes, because each takes eight bytes for a while.
 _BLOCK_CODES = 1 << 22
 
 

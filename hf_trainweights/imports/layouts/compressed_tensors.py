@@ -5,7 +5,7 @@
 | packed integers of 2 to 8 bits | `weight_packed`: int32 words, one stream along K | float | `weight_shape` `[2]` |
 | plain integers, float8 | `weight` `[N, K]`: int8, float8_e4m3fn | float; exponents of MXFP8 | |
 | NVFP4 | `weight_packed` uint8 `[N, K / 2]`, even columns low | float8 `[N, K / 16]` | `weight_global_scale` |
-| MXFP4 | likewise | uint8 exponents `[N, K / 32]` | |
+| MXFP4 | as NVFP4 | uint8 exponents `[N, K / 32]` | |
 
 Integers may have `weight_zero_point`, packed along N if the codes are, and `weight_g_idx`. The scales of NVFP4 are
 divided by the global scale, rounded to float32. Layout: https://github.com/vllm-project/compressed-tensors

@@ -86,5 +86,5 @@ class Quanto(Layout):
 
 
 def _shapes(groups: int) -> tuple[Shape, ...]:
-    """Return the shapes that the scales of so many groups may have."""
+    """Return the shapes that the scales of `groups` groups may have."""
     return TENSOR_SHAPES if groups == 1 else ((groups, 1),)

@@ -6,7 +6,7 @@ metadata in the file's header has the name and the attributes of the weight's te
 | subclass | codes | scales and zero points |
 |---|---|---|
 | `Int8Tensor`, `IntxUnpackedToInt8Tensor` | int8 `[N, K]` | for each row or block |
-| `Float8Tensor` | float8_e4m3fn `[N, K]` | likewise |
+| `Float8Tensor` | float8_e4m3fn `[N, K]` | for each row or block |
 | `Int4Tensor` | int8 `[N, K / 2]`, -8 to 7, the first column in the low bits | `[G, N]`; floats to add |
 | `Int4PlainInt32Tensor` | int32 `[N, K / 8]`, 0 to 15, the first column in the lowest bits | `[G, N]`; int8 |
 """
@@ -111,7 +111,8 @@ def _packed_weight(module: str, tensors: Mapping[str, Tensor], kind: str, block:
     scale, zero = tensors["_weight_scale"].t().contiguous(), tensors["_weight_zero_point"].t()
     codes = unpack_stream(tensors["_weight_qdata"], 4)
     if zero.is_floating_point() and bool(zero.any()):
-        # Those are added to the product, in bfloat16, and no format here has both a middle code and a number to add.
+        # The floats are added to the product, in bfloat16, and no format here has both a middle code and a number to
+        # add.
         raise unsupported(f"{module}._weight_zero_point", "integers, or zeros", "floats to add")
     if kind == "Int4Tensor":
         return integer_weight(name, codes ^ 8, scale, 4)

@@ -26,7 +26,7 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # The values of the indices 0 to 15 in MXFP4 and NVFP4: a sign, two bits of exponent, one of mantissa.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-# Groups of `affine` and `table4` consist of so many columns, or a multiple.
+# Groups of `affine` and `table4` consist of this many columns, or a multiple.
 _GROUP_STEP = 8
 
 
@@ -58,8 +58,8 @@ def integer_weight(name: str, codes: Tensor, scale: Tensor, bits: int, zero: Ten
         # A group of 256 columns, or a row, becomes several groups of 128 columns that repeat its scale.
         sizes = [size for size in GROUP_SIZES if K // G % size == 0 and Int4(size).fallback((N, K)) == Int4(size)]
         if sizes:
-            scale = scale.repeat_interleave(K // G // sizes[-1], dim=1)
-            return make_weight(name, Int4(sizes[-1]), {"qdata": pack_codes(codes, 4), "scale": scale}, (N, K))
+            scale = scale.repeat_interleave(K // G // max(sizes), dim=1)
+            return make_weight(name, Int4(max(sizes)), {"qdata": pack_codes(codes, 4), "scale": scale}, (N, K))
     return _affine_weight(name, codes, scale, bits, zero)
 
 
@@ -149,8 +149,8 @@ def float8_weight(
 ) -> QuantizedTensor:
     """Return a weight of float8 codes `[*, N, K]` and its scales: one number, `[N]`, or `[*, R, C]` for R * C blocks.
 
-    `block` has the rows and columns of a block. Scales in uint8 or float8_e8m0fnu are exponents. The weight shows
-    `dtype` unless the scales are floats.
+    `block` has the rows and columns of a block, which count only if a row has several scales. Scales in uint8 or
+    float8_e8m0fnu are exponents. Then `dtype` is the weight's, otherwise that of the scales is.
 
     Raises:
         CorruptFileError: A code or a scale is not finite.
@@ -192,7 +192,7 @@ def table_weight(
         scales: The coding of the scales: an argument of `Table4`.
         tensors: The stored tensors of this coding.
         table: Sixteen float32 values; None for those of e2m1.
-        dtype: The dtype that the weight shows unless its scales are floats.
+        dtype: The dtype of the weight, unless its scales are floats: then theirs.
 
     Raises:
         CorruptFileError: A number is not finite.
@@ -260,7 +260,7 @@ def make_weight(
 ) -> QuantizedTensor:
     """Make a weight of stored tensors of any strides; CorruptFileError: they do not fit the format and the shape.
 
-    The weight shows the dtype of its scales if that is a float one, else `dtype`.
+    The weight has the dtype of its scales if that is a float one, else `dtype`.
     """
     tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}
     form.check(tensors, shape, name)

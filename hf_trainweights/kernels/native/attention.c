@@ -21,7 +21,7 @@
 #define DIGITS 2
 // The largest integer of two digits.
 #define LARGEST 32512.0f
-// A head gets one thread more for each so many tokens. For fewer, a thread would cost more time than it saves.
+// A head gets one thread for each PART tokens. For fewer, a thread would cost more time than it saves.
 #define PART 512
 
 #define INLINE static inline __attribute__((always_inline))

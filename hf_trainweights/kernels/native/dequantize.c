@@ -1,5 +1,5 @@
-// Rows of float weights from codes, each number rounded once. They serve products of so many tokens that PyTorch's
-// product with a float weight is the fastest.
+// Rows of float weights from codes, each number rounded once. They serve products of many tokens, for which
+// PyTorch's product with a float weight is the fastest.
 #include "bytes/integers.h"
 
 // Return a quarter of a vector of bytes as floats, each byte less the offset.

@@ -23,7 +23,7 @@ static void set_others(Product *p, const void *const others[OTHERS]) {
     }
 }
 
-// Tables decide which way serves, so there is memory for either.
+// Return the memory for imported.c or bytes/, whichever takes more: the table decides, which is not known yet.
 static int64_t imported_or_fours_bytes(Product *p, int threads) {
     int64_t bytes = imported_bytes(p, threads), fours = prepare_bytes(p) ? bytes_in_fours(p) : 0;
     return fours > bytes ? fours : bytes;

@@ -4,7 +4,8 @@
 #pragma once
 
 // Bytes in a vector, 32-bit numbers in a vector, and the number of sums of products that stay in registers. There are
-// registers for twice as many, but then GCC 12 would load the codes of all rows first and keep sums in memory.
+// registers for twice that number of sums, but then GCC 12 would load the codes of all rows first and keep sums in
+// memory.
 #define BYTES 16
 #define LANES 4
 #define SUMS 12

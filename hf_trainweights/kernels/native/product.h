@@ -32,7 +32,7 @@ typedef struct {
     int32_t digits;       // bytes that hold an activation: 1, 2, or 3 for float32
     int32_t bits;         // of an integer code: 8 or 4, for uint 2 to 6; 0 for float8, whose x has no digits
     int32_t code_units;   // of uint, else 0: see words/uint.c
-    int32_t zero_units;   // likewise
+    int32_t zero_units;   // of uint, else 0: see words/uint.c
     int32_t codebook;     // whether codes of 4 bits are indices into the values of codebook4
     int32_t family;       // of a format of other programs, else 0; group_size is then any multiple of 8, or 0
     int32_t coding;       // of scales, of these formats; scale_dtype is that of plain ones

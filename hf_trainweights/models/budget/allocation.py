@@ -60,9 +60,10 @@ OF_TARGETS: dict[str, tuple[Format, ...]] = {
     for target in TARGETS
 }
 
-# Candidates are measured on evenly spaced rows of a weight. These have so many elements in all, but there are so many
-# rows at least, because some rows are unlike others. All candidates get the same rows, so which one is better hardly
-# depends on the rows: allocations for MiniLM at 3 to 5 bits lose .2 % more at most than allocations by all rows.
+# Candidates are measured on evenly spaced rows of a weight: on as many as have the first number of elements, but at
+# least on the second number of rows, because some rows are unlike others. All candidates get the same rows, so which
+# one is better hardly depends on the rows: allocations for MiniLM at 3 to 5 bits lose .2 % more at most than
+# allocations by all rows.
 _SAMPLED_ELEMENTS, _SAMPLED_ROWS = 1 << 16, 32
 
 # Returns some rows of a stored weight `[*, N, K]` by their numbers, which count through all its matrices.

@@ -116,7 +116,7 @@ class _Float32Linears(TorchFunctionMode):
 
 
 def _multiplies_slowly(weight: Tensor) -> bool:
-    """Return whether a weight has floats of 16 bits, and its CPU no instructions for these."""
+    """Return whether a weight has floats of 16 bits, and the CPU has no instructions for them."""
     if isinstance(weight, QuantizedTensor) or weight.device.type != "cpu":
         return False
     return product_dtype(weight.dtype, _SEQUENCES * _TOKENS) != weight.dtype

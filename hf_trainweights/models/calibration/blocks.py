@@ -38,7 +38,7 @@ PRODUCTS = frozenset(
 )
 """The functions by which layers multiply rows with a weight."""
 _ALL_PRODUCTS = PRODUCTS | {torch.addmm, F.scaled_dot_product_attention}
-# As many rows as batches have. A product of so many rows in bfloat16 takes an EPYC of Zen 4 .44 times as long as one in
+# The rows of a usual batch. A product of this many rows in bfloat16 takes an EPYC of Zen 4 .44 times as long as one in
 # float32; if oneDNN may not use AVX512_BF16 2.4 times as long, and with AVX2 alone 4.1 times.
 _MANY_ROWS = 512
 

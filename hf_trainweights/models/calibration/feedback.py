@@ -56,7 +56,7 @@ class Moments:
             raise ConfigError("calibration", expected, "NaN, Inf or larger numbers", next_step)
 
     def blend(self, mean: Tensor, tokens: int) -> None:
-        """Add the moments `[K, K]` of one token, as if so many tokens had them."""
+        """Add the moments `[K, K]` of one token, as if `tokens` tokens had them."""
         self._own.add_(mean, alpha=tokens)
         self._cross.add_(mean, alpha=tokens)
         self.tokens += tokens
@@ -94,7 +94,8 @@ class Moments:
 def quantize_with_feedback(weight: Tensor, form: Format, moments: Moments, factor: Tensor) -> dict[str, Tensor] | None:
     """Quantize a finite weight `[N, K]` so that its products with inputs of these moments change least.
 
-    The weight has the dtype its scales will have; `factor` is `moments.factor()`. None for a format that gains nothing.
+    The weight has the dtype its scales will have; `factor` is `moments.factor()`. None if the
+    format chooses no codes column by column.
     """
     codes = form.columns(weight, _importance(factor))
     if codes is None:
@@ -102,7 +103,7 @@ def quantize_with_feedback(weight: Tensor, form: Format, moments: Moments, facto
     target = moments.corrected(weight.float(), factor).t().contiguous()
     while True:
         _choose(target.clone(), factor, codes)
-        # Formats of a given size in a file adjust their codes until they have it, from the first column on each time.
+        # A format that is to have some size in a file changes its step and asks for all codes again, until it has it.
         if not codes.again(_file_bits):
             return codes.tensors()
 
@@ -121,10 +122,11 @@ def quantize_experts_with_feedback(
         moments = Moments(K, weight.device, name)
         for tokens in rows[expert]:
             moments.add(tokens, tokens)
-        # The inputs of all experts tell something of an expert that gets few tokens: as much as one token an input.
+        # The inputs of all experts tell something of an expert that gets few tokens. They count as K tokens, one for
+        # each of its inputs.
         moments.blend(usual.mean, K)
         tensors = quantize_with_feedback(weight[expert], form, moments, moments.factor())
-        assert tensors is not None
+        assert tensors is not None  # calibration takes only formats with `columns`
         for key, tensor in tensors.items():
             stored[key][expert].copy_(tensor)
     return stored

@@ -22,7 +22,9 @@ _SEPARATOR = "/"
 class FinishedBlocks:
     """The stored tensors of finished blocks, a file for each; if the directory is None, no block is kept.
 
-    A digest of all that a block depends on names its file; `sha256` is that of the inputs that choose the codes.
+    A block depends on all blocks before it. So a chain of digests names the files: each digest is that of the one
+    before and of the block's float weights. The chain begins with `sha256`, the digest of the inputs that choose the
+    codes. Call `read` once for each block, in their order.
     """
 
     def __init__(self, directory: Path | None, sha256: str):
@@ -40,7 +42,7 @@ class FinishedBlocks:
         return _read(self._directory / f"{self._key[:32]}.safetensors")
 
     def write(self, weights: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-        """Keep the block that `read` asked for last; return its memory-mapped tensors, or {} if no block is kept."""
+        """Keep the block that the last `read` was for; return its memory-mapped tensors, or {} if no block is kept."""
         if self._directory is None:
             return {}
         file = self._directory / f"{self._key[:32]}.safetensors"

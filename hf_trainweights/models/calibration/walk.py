@@ -40,7 +40,7 @@ from hf_trainweights.models.loading.conversion import keep_in
 from hf_trainweights.tensor.modules import parameter_places, substituted
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
-# Much of the gain is lost with fewer tokens than so many times the inputs of a layer.
+# Much of the gain is lost with fewer tokens than this many times the inputs of a layer.
 _ENOUGH_TOKENS = 4
 # The gain is measured with the first batches alone: a third stream of all batches would take a fifth more time.
 _JUDGED_BATCHES = 4

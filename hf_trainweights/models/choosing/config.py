@@ -54,8 +54,8 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         include_embeddings: Whether to quantize the input embeddings and the output head too; tied ones stay tied.
         activations: "int8" to round activations to int8 too, for speed: dynamically, with one scale per token, in every
             product on a CPU. Only with format "int8" and no groups; the error of a product is about four times that of
-            bfloat16. "float8" likewise, only with format "float8_e4m3": it is fast on GPUs that multiply float8, and
-            slower than without on a CPU.
+            bfloat16. "float8" to round them to float8, only with format "float8_e4m3": it is fast on GPUs that multiply
+            float8, and slower than without on a CPU.
         column_scale: Whether each input column has a factor of its own, chosen so that the columns of a group are of
             one size. It costs 16 bits a column, and a multiplication of the input in each product.
         bits: Bits per weight to choose formats for, scales included, in place of `format`: each weight gets the format

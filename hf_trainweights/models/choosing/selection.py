@@ -86,7 +86,7 @@ class _Rules:
 
 @dataclass(frozen=True)
 class Choices:
-    """The choices for a module by a configuration, and the rules that gave them: whoever needs either gets these."""
+    """The choices for a module by a configuration, and the rules that gave them."""
 
     module: nn.Module
     config: TrainWeightsConfig
@@ -121,7 +121,10 @@ def _choose_by(rules: _Rules, module: nn.Module, config: TrainWeightsConfig) -> 
 
 
 def survey(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str] = ()) -> Summary:
-    """Return the choices for a loaded module by its actual weights: some may be float that were to be quantized."""
+    """Return the choices for a loaded module by its actual weights: some may be float that were to be quantized.
+
+    `skip` is that of `choose`.
+    """
     choices = []
     for choice in choose(module, config, skip).summary.tensors:
         weight = choice.weight

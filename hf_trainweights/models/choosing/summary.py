@@ -23,7 +23,9 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 EMBEDDING = "embedding (include_embeddings=True quantizes it)"
 HEAD = "output head (include_embeddings=True quantizes it)"
 
+# The largest parameters that a summary names.
 _LARGEST = 3
+# The share of the bytes that a token reads above which a float head is remarked on.
 _LARGE_HEAD = 0.2
 _HEAD = ("parameter", "format", "bits", "bytes", "reason")
 

@@ -53,9 +53,9 @@ def meet_adapters(module: nn.Module, name: str, submodule: nn.Module | None) -> 
     if not any(isinstance(parameter, QuantizedTensor) for parameter in submodule.parameters()):
         return
     if name == "model":
-        _wrap(type(module), _CALLING_MANY, _say_rounding_once)
+        _wrap(type(module), _CALLING_MANY, _with_one_warning)
         for fusing_module, fusing_name in _FUSING_CLASSES:
-            _wrap(getattr(sys.modules.get(fusing_module), fusing_name, object), _FUSING, _say_rounding_once)
+            _wrap(getattr(sys.modules.get(fusing_module), fusing_name, object), _FUSING, _with_one_warning)
     elif name == "base_layer":
         _wrap(type(module), _WRITING, _with_float_weight)
         _wrap(type(module), ("get_base_weight",), _dequantized)
@@ -87,7 +87,9 @@ def _over_quantized_weights(method: _Method, wrapped: _Method) -> _Method:
     return call
 
 
-def _say_rounding_once(method: _Method) -> _Method:
+def _with_one_warning(method: _Method) -> _Method:
+    """Let a method that merges many adapters warn once that this rounds, and not for each layer."""
+
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         with rounding_said_once():
             return method(self, *args, **kwargs)
@@ -98,7 +100,7 @@ def _say_rounding_once(method: _Method) -> _Method:
 def _with_float_weight(method: _Method) -> _Method:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         base_layer = self.get_base_layer()
-        names = [] if _draws_adapter_alone(method, kwargs) else quantized_names(base_layer)
+        names = [] if _ignores_weight(method, kwargs) else quantized_names(base_layer)
         # A wrapper of one expert weight leaves the others alone.
         names = [name for name in names if name == getattr(self, "parameter_name", name)]
         if not names:
@@ -139,13 +141,14 @@ def _over_an_alias(method: _Method) -> _Method:
     return call
 
 
-def _draws_adapter_alone(method: _Method, options: dict[str, Any]) -> bool:
+def _ignores_weight(method: _Method, options: dict[str, Any]) -> bool:
     """Return whether LoRA is about to initialise an adapter without a look at the weight, as it does by default.
 
     Then no weight is dequantized, which would take longer than all the rest of `get_peft_model`.
     """
-    truncates = getattr(options.get("config"), "kasa_config", None) is not None
-    return method.__name__ == "update_layer" and isinstance(_initialisation(options), bool) and not truncates
+    # KaSA removes the smallest singular values of the weight itself.
+    is_kasa = getattr(options.get("config"), "kasa_config", None) is not None
+    return method.__name__ == "update_layer" and isinstance(_initialisation(options), bool) and not is_kasa
 
 
 def _initialisation(options: dict[str, Any]) -> object:

@@ -48,7 +48,10 @@ class StoredNames:
         self._weights = tuple(weights)
 
     def find(self, renamed_key: str) -> tuple[str, str] | None:
-        """Return parameter and suffix of a stored tensor by its renamed name; None if the name is a float tensor's."""
+        """Return parameter and suffix of a stored tensor by its renamed name; None for any other name.
+
+        The parameter may have the base model's prefix or lack it, as Transformers accepts both.
+        """
         if renamed_key in self._tensor_names:
             return None
         parsed = parse_stored_name(renamed_key)
@@ -104,7 +107,10 @@ def conversions_to_revert(model: PreTrainedModel) -> list[Any]:
 
 
 def conversions_to_load(model: PreTrainedModel) -> list[Any]:
-    """Return the renamings and converters that load a save of a model, a user's `key_mapping` first."""
+    """Return the renamings and converters that load a save of a model, a user's `key_mapping` first.
+
+    Those that the model was loaded with, but that its class has not, come from a `key_mapping`.
+    """
     of_class = private("conversion_mapping", "get_model_conversion_mapping")(model)
     return [*without(conversions_to_revert(model), of_class), *of_class]
 
@@ -179,7 +185,7 @@ def _renamed(name: str, renamings: Iterable[Any]) -> str:
     return name
 
 
-def revert_apart(model: PreTrainedModel, unconverted: Collection[str], unchanged: Collection[str]) -> None:
+def spare_from_save(model: PreTrainedModel, unconverted: Collection[str], unchanged: Collection[str]) -> None:
     """Exclude tensors from the conversions of a later save of this very object.
 
     The save only renames the `unconverted` ones, and keeps the names of the `unchanged` ones.
@@ -191,7 +197,10 @@ def revert_apart(model: PreTrainedModel, unconverted: Collection[str], unchanged
 
 
 class _SparingRenaming(WeightRenaming):
-    """A renaming that leaves some names as they are."""
+    """A renaming that leaves some names as they are.
+
+    Transformers calls only the methods below of it, so the other attributes of its class stay unset.
+    """
 
     __slots__ = ("inner", "spared")
 
@@ -208,7 +217,11 @@ class _SparingRenaming(WeightRenaming):
 
 
 class _SparingConverter(WeightConverter):
-    """A converter that does not take the tensors of some names. Its deep copies are copies of the inner converter."""
+    """A converter that does not take the tensors of some names.
+
+    Transformers collects tensors in a deep copy of a converter, one for each result. The copy is of the inner
+    converter, which has the attributes that stay unset here. Names were spared before.
+    """
 
     __slots__ = ("inner", "spared")
 

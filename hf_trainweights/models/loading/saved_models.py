@@ -74,10 +74,11 @@ def load_saved(
 ) -> PreTrainedModel:
     """Load a saved model as the class that its config.json names, with all its weights, to write or compare them.
 
-    Weights that need no conversion are views of the memory-mapped files. Weights that are quantized or decoded go into
-    `spill`, or stay in memory if it is None. UnsupportedError: a layer of the class has no place for a tensor that the
-    files hold for it. A class may lack entire parts that the files have, such as the heads of another task, which
-    Transformers names in its log; `every_tensor` makes that an error too.
+    `dtype` and `options` are arguments of `from_pretrained`. Weights that need no conversion are views of the
+    memory-mapped files. Weights that are quantized or decoded go into `spill`, or stay in memory if it is None.
+    UnsupportedError: a layer of the class has no place for a tensor that the files hold for it. A class may lack entire
+    parts that the files have, such as the heads of another task, which Transformers names in its log; `every_tensor`
+    makes that an error too.
     """
     saved = read_config(source)
     name, cls = saved_class(saved)
@@ -88,7 +89,7 @@ def load_saved(
         raise ConfigError(str(source), "a class of Transformers in config.json's architectures", name, next_step)
     _check_index(Path(source))
     if type(saved) is not cls.config_class:
-        # A borrowed class would read its own type of configuration.
+        # A borrowed class, see `registered_classes`, would read config.json as its own type of configuration.
         options["config"] = saved
     try:
         with loading_to_write(spill):
@@ -142,7 +143,8 @@ def _zeros(names: Collection[str], model: PreTrainedModel, folder: Path) -> set[
     zeros = set()
     for name in names:
         spellings = [name, prefix + name, name.removeprefix(prefix)]
-        # A conversion fails if its operations expect other shapes. The files then hold several tensors for this name.
+        # A conversion may fail, because its operations expect other shapes. Then the files hold several tensors for
+        # this name, and it does not count as zero.
         with contextlib.suppress(Exception):
             spellings += checkpoint_tensors(model, {name: torch.empty(0, device="meta")})
         in_file = next((spelling for spelling in spellings if spelling in stored), "")
@@ -228,6 +230,7 @@ def refuse_adapter(source: str | os.PathLike[str]) -> None:
 
 def _check_index(source: Path) -> None:
     """Check the index of the shards, if Transformers will use one: it would report damage by odd errors."""
+    # The entry points behind the first four are adapters.
     first = next((source / name for name in ENTRY_POINTS[:4] if (source / name).is_file()), None)
     if first is not None and first.suffix == ".json":
         shard_names(first)

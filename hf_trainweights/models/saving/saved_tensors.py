@@ -30,7 +30,7 @@ from hf_trainweights.models.host.renaming import (
     conversions_to_load,
     joined_by_save,
     renamed_by_save,
-    revert_apart,
+    spare_from_save,
 )
 from hf_trainweights.tensor.distributed.placements import local_tensor
 from hf_trainweights.tensor.guards import NOTICE_NAME, guarded_names, make_guard, name_for_transformers, name_in_file
@@ -94,7 +94,7 @@ def revert_stored_apart(model: PreTrainedModel, flat: Mapping[str, Any]) -> None
     quantized = set(owners.values())
     beside = [group for group in joined_by_save(model, own_names) if not group.isdisjoint(quantized)]
     unconverted = owners.keys() | {name for group in beside for name in group}
-    revert_apart(model, unconverted, _lost_if_renamed(model, owners))
+    spare_from_save(model, unconverted, _lost_if_renamed(model, owners))
 
 
 def _stored_weight(key: str) -> str | None:

@@ -45,9 +45,9 @@ class Placed(NamedTuple):
     @property
     def stored_dims(self) -> list[int | None]:
         """For each dimension of the mesh, the stored dimension that is cut along it; None if ranks hold the same."""
-        # A transposed weight is stored with its last two dimensions exchanged.
         last, dims = self.whole.dim() - 1, [getattr(placement, "dim", None) for placement in self.whole.placements]
         dims = [None if dim is None else dim % (last + 1) for dim in dims]
+        # A transposed weight is stored with its last two dimensions exchanged: `last` for `last - 1`, and back.
         return [2 * last - 1 - dim if self.transposed and dim is not None and dim >= last - 1 else dim for dim in dims]
 
     def own_intervals(self) -> list[list[Interval]]:
@@ -117,6 +117,7 @@ def check_parts(placed: Placed) -> None:
         for shard in shards:
             sizes = (*shape[:dim], len(shard), *shape[dim + 1 :])
             keeps_groups = not cuts_columns or all(can_cut_columns(form, size, *run) for run in _runs(shard))
+            # `fallback` returns another format if this one cannot hold the columns of the shard.
             if 0 in sizes or not keeps_groups or form.fallback((*shape[:-1], sizes[-1])) != form:
                 raise _uncuttable(placed, sizes)
 

@@ -84,7 +84,7 @@ def _among_ranks() -> bool:
 
 
 @implements(aten._to_copy.default)
-def _move(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> Any:
+def _to_copy_unless_sent_as_floats(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> Any:
     """Refuse a move to the meta device if accelerate is about to send all weights as floats from the first rank.
 
     Every rank comes here, so every rank gets the error. Later only the first rank would get it, while the others wait.
@@ -206,7 +206,8 @@ def _scatter(func: Any, outputs: Sequence[Any], inputs: Sequence[Sequence[Any]],
     for name in outputs[0].format.tensor_names:
         received = [as_bytes(output.tensors[name]) for output in outputs]
         sent = [[as_bytes(weight.tensors[name].contiguous()) for weight in row] for row in inputs]
-        works.append(func(received, sent, *args)[1])
+        _, work = func(received, sent, *args)
+        works.append(work)
     for work in works:
         dist.Work.unbox(work).wait()
     return outputs, works[-1]

@@ -47,7 +47,7 @@ class ShardedTensor(HeldTensor):
         return size > 0 and length % size == 0 and all(can_cut_columns(self.format, length, *shard) for shard in shards)
 
     def zeros(self, size: int) -> Self:
-        """Return a shard of zeros whose first dimension is `size`; `can_be_cut` is true of it."""
+        """Return a shard of zeros whose first dimension is `size`, for which `can_be_cut` must be true."""
         if self.is_cut_by_columns:
             tensors = self.format.empty((self.stored_shape[0], size), self.scale_dtype, self.device)
             return self.holding({name: tensor.zero_() for name, tensor in tensors.items()})
@@ -56,7 +56,7 @@ class ShardedTensor(HeldTensor):
         return zeros
 
     def chunks(self, size: int) -> list[Self]:
-        """Cut the weight into chunks of `size` columns; `can_be_cut` is true of it."""
+        """Cut the weight into chunks of `size` columns, for which `can_be_cut` must be true."""
         starts = range(0, self.stored_shape[1], size)
         chunks = (cut_columns(self.format, self.tensors, self.stored_shape, start, start + size) for start in starts)
         return [self.holding(chunk) for chunk in chunks]
@@ -67,7 +67,7 @@ class ShardedTensor(HeldTensor):
         Its stored tensors are views of the gathered ones, or new tensors if the weight is cut by columns.
         """
         if not self.is_cut_by_columns:
-            shared = self.shared_along(0)
+            shared = self.shared_along(0)  # a tensor that all rows share has arrived once for each rank
             return self.holding({name: t[:1] if name in shared else t for name, t in gathered.items()}, dtype)
         rows, length = self.stored_shape
         ranks = gathered["qdata"].shape[0] // rows

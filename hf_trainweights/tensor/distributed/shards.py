@@ -40,7 +40,8 @@ def has_own_codes(placed: Placed) -> bool:
 def cut(weight: QuantizedTensor, whole: DTensor, name: str = "weight", plan: str = "its placements") -> QuantizedTensor:
     """Return this rank's shard of a weight, cut by the placements of `whole`, in contiguous copies.
 
-    UnsupportedError: `check_parts` raises it, on all ranks, if the shard of any rank cannot be cut.
+    UnsupportedError: `check_parts` raises it, on all ranks, if the shard of any rank cannot be cut. It names the weight
+    and the `plan`, see `Placed`.
     """
     placed = Placed(name, weight.format, weight.transposed, whole, plan)
     check_parts(placed)

@@ -86,7 +86,7 @@ def like_shape(references, shape):
     """Returns references of a shape where they can have it: expanded, so that nothing else tells that it is absurd."""
     if not all(type(size) is int and 0 <= size < 2**56 for size in shape) or len(shape) >= 64:
         return references
-    expanded = {name: each.new_zeros([]).expand(shape) for name, each in references.items()}
+    expanded = {name: reference.new_zeros([]).expand(shape) for name, reference in references.items()}
     return references if any(each.numel() > 1e8 for each in expanded.values()) else expanded
 
 

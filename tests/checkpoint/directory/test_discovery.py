@@ -88,7 +88,9 @@ def test_a_foreign_file_does_not_disqualify(tmp_path):
 def test_a_plain_directory_is_marked_unverified(tmp_path):
     save(tmp_path, 1, manifest=False)
     save(tmp_path, 2, manifest=True)
-    assert [(found.step, found.verified, found.problem) for found in find_checkpoints(tmp_path)] == [
+    assert [
+        (checkpoint.step, checkpoint.verified, checkpoint.problem) for checkpoint in find_checkpoints(tmp_path)
+    ] == [
         (2, True, None),
         (1, False, None),
     ]

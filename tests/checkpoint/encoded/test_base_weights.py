@@ -162,15 +162,15 @@ def stored_and_loaded(state: dict[str, torch.Tensor], base: BaseWeights) -> tupl
 def test_a_difference_to_either_format_is_exact(tmp_path: Path, name: str) -> None:
     codecs, loaded = stored_and_loaded(weights(1), open_base(tmp_path, weights(), name))
     assert codecs[0] == "planes-delta"
-    assert all(torch.equal(loaded[key], each) for key, each in weights(1).items())
+    assert all(torch.equal(loaded[key], weight) for key, weight in weights(1).items())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_a_difference_to_a_base_of_another_dtype_is_exact(tmp_path: Path, dtype: torch.dtype) -> None:
-    base = open_base(tmp_path, {name: each.to(dtype) for name, each in weights().items()})
+    base = open_base(tmp_path, {name: weight.to(dtype) for name, weight in weights().items()})
     codecs, loaded = stored_and_loaded(weights(1), base)
     assert codecs[0] == "planes-delta"
-    assert all(torch.equal(loaded[key], each) for key, each in weights(1).items())
+    assert all(torch.equal(loaded[key], weight) for key, weight in weights(1).items())
 
 
 @pytest.mark.parametrize("codec", ["planes-delta", "delta-uniform"])
@@ -192,14 +192,14 @@ def test_decoding_a_difference_leaves_the_base_as_it_is(
 
 
 def test_a_model_with_a_head_refers_to_its_base_model_and_the_other_way_round(tmp_path: Path) -> None:
-    head = {**{f"model.{name}": each for name, each in weights(1).items()}, "score.weight": torch.randn(2, 80)}
+    head = {**{f"model.{name}": weight for name, weight in weights(1).items()}, "score.weight": torch.randn(2, 80)}
     codecs, loaded = stored_and_loaded(head, open_base(tmp_path, weights()))
     assert codecs[0] == "planes-delta"
     assert all(torch.equal(loaded[key], each) for key, each in head.items())
     (tmp_path / "with-head").mkdir()
     codecs, loaded = stored_and_loaded(weights(1), open_base(tmp_path / "with-head", head))
     assert codecs[0] == "planes-delta"
-    assert all(torch.equal(loaded[key], each) for key, each in weights(1).items())
+    assert all(torch.equal(loaded[key], weight) for key, weight in weights(1).items())
 
 
 def test_of_tied_weights_one_name_in_the_base_is_enough(tmp_path: Path) -> None:

@@ -30,11 +30,11 @@ def outcomes_of_flips(data: bytes, expected, positions, load):
         for position in positions:
             damaged[position // 8] ^= 1 << position % 8
             try:
-                found = load(damaged)
+                actual = load(damaged)
             except Exception:
                 errors += 1
             else:
-                if fingerprint(found) != expected:
+                if fingerprint(actual) != expected:
                     different.append(position)
             damaged[position // 8] ^= 1 << position % 8
     return errors, different

@@ -20,7 +20,7 @@ from hf_trainweights.checkpoint.encoded.structure import anchor_file_name, seal_
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.reading import file_sha256
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.complex128)
 
 
 def joined_of(flat: torch.Tensor, *sizes: int) -> Joined:

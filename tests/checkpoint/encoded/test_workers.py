@@ -127,10 +127,10 @@ def test_training_keeps_its_cores_unless_it_waits(monkeypatch, ranks, in_main, c
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: cuda)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    found = []
+    actual = []
 
     def count():
-        found.extend(map(worker_count, (1 << 30, 1000, 9 << 20)))
+        actual.extend(map(worker_count, (1 << 30, 1000, 9 << 20)))
 
     if in_main:
         count()
@@ -138,7 +138,7 @@ def test_training_keeps_its_cores_unless_it_waits(monkeypatch, ranks, in_main, c
         thread = threading.Thread(target=count)
         thread.start()
         thread.join()
-    assert found == [expected, 1, 2]
+    assert actual == [expected, 1, 2]
 
 
 @pytest.mark.slow
@@ -247,16 +247,16 @@ def test_damage_of_a_second_moment_is_that_of_all_that_refers_to_it(use_workers,
 def test_workers_serve_after_a_fork_and_in_another_thread(use_workers):
     use_workers(2)
     tree = {name: torch.full((5000,), 0.1) for name in "abc"}
-    expected, found = written_bytes(tree), []
-    thread = threading.Thread(target=lambda: found.append(written_bytes(tree)))
+    expected, actual = written_bytes(tree), []
+    thread = threading.Thread(target=lambda: actual.append(written_bytes(tree)))
     thread.start()
     thread.join(timeout=60)
     receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
     child = multiprocessing.get_context("fork").Process(target=lambda: sender.send(written_bytes(tree)))
     child.start()
-    found.append(receiver.recv() if receiver.poll(60) else b"")
+    actual.append(receiver.recv() if receiver.poll(60) else b"")
     child.join(timeout=60)
-    assert found == [expected] * 2
+    assert actual == [expected] * 2
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -268,9 +268,9 @@ def test_a_second_moment_serves_the_first_that_refers_to_it_wherever_both_are(us
     codec = CODECS["update-space"]()
     plan = {(name,): TensorPlan("exp_avg", name, (codec,), exp_avg_sq=("v",)) for name in "mn"}
     plan["v",] = TensorPlan("exp_avg_sq", "v", (CODECS["log-rank1"](),))
-    found = [(entry.path, entry.codec) for entry in encoder.encode_file(tree, plan).report]
+    actual = [(entry.path, entry.codec) for entry in encoder.encode_file(tree, plan).report]
     expected = [("v", "log-rank1"), ("m", "update-space"), ("x", "raw"), ("n", "planes"), ("o", "raw")]
-    assert found == expected
+    assert actual == expected
     tree = {name: tree[name] for name in "vxmno"}
-    found = [(entry.path, entry.codec) for entry in encoder.encode_file(tree, plan).report]
-    assert found == [expected[0], expected[2], expected[1], *expected[3:]]
+    actual = [(entry.path, entry.codec) for entry in encoder.encode_file(tree, plan).report]
+    assert actual == [expected[0], expected[2], expected[1], *expected[3:]]

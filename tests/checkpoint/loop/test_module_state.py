@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hf_trainweights import QuantizedTensor
-from hf_trainweights.checkpoint.loop.module_state import load_module_state, module_state, state_sha256
+from hf_trainweights.checkpoint.loop.module_state import load_module_state, module_state, state_sha256, unwrapped_name
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.tensor.modules import as_parameter
@@ -108,6 +108,27 @@ def test_a_state_of_another_module_is_refused(change, message):
 def test_a_dict_where_the_module_has_a_plain_weight_is_refused():
     with pytest.raises(CorruptFileError, match="inner tensors"):
         load_module_state(nn.Linear(4, 3), module_state(quantized()))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "0._orig_mod.w",
+        "_fsdp_wrapped_module.0._fsdp_wrapped_module.w",
+        "0._checkpoint_wrapped_module._orig_mod.w",
+        "0.w",
+    ],
+)
+def test_names_leave_out_wrappers_around_modules(name):
+    assert unwrapped_name(name) == "0.w"
+
+
+def test_a_state_goes_from_a_module_to_a_wrapped_one_and_back():
+    plain, wrapped = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Sequential())
+    wrapped[0].add_module("_checkpoint_wrapped_module", nn.Linear(2, 2))
+    load_module_state(wrapped, module_state(plain))
+    assert wrapped[0]._checkpoint_wrapped_module.weight.equal(plain[0].weight)
+    load_module_state(plain, module_state(wrapped))
 
 
 def test_extra_state_comes_back_whatever_it_is():

@@ -116,7 +116,7 @@ def test_rates_and_weights_are_those_of_the_run_that_did_not_stop(tmp_path: Path
     expected = whole.train(tmp_path / "whole", every_steps=100)
     assert [step for step, _ in expected] == [*range(1, PASSES * STEPS + 1)]
     assert first.train(tmp_path / "run", stop=stop) + second.train(tmp_path / "run") == expected
-    assert all(torch.equal(each, whole.weights[name]) for name, each in second.weights.items())
+    assert all(torch.equal(weight, whole.weights[name]) for name, weight in second.weights.items())
 
 
 @pytest.mark.slow
@@ -126,7 +126,7 @@ def test_more_passes_of_a_run_that_was_done_go_on_as_if_it_had_not_ended(tmp_pat
     expected = whole.train(tmp_path / "whole", every_steps=100)
     assert first.train(tmp_path / "run", passes=2, every_steps=100) == expected[: 2 * STEPS]
     assert second.train(tmp_path / "run", every_steps=100) == expected[2 * STEPS :]
-    assert all(torch.equal(each, whole.weights[name]) for name, each in second.weights.items())
+    assert all(torch.equal(weight, whole.weights[name]) for name, weight in second.weights.items())
 
 
 @pytest.mark.slow
@@ -135,7 +135,7 @@ def test_a_run_that_is_done_ends_with_its_own_state(tmp_path: Path, kind: type[L
     first, second = kind(), kind()
     first.train(tmp_path, every_steps=100)
     assert second.train(tmp_path) == []
-    assert all(torch.equal(each, first.weights[name]) for name, each in second.weights.items())
+    assert all(torch.equal(weight, first.weights[name]) for name, weight in second.weights.items())
     assert second.scheduler.state_dict() == first.scheduler.state_dict()
     assert second.optimizer.param_groups[0]["lr"] == first.optimizer.param_groups[0]["lr"]
 

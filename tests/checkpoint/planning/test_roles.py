@@ -109,18 +109,18 @@ def test_names_that_the_optimizer_records_tell_buffers_exactly(kind: Any) -> Non
 
 def test_shapes_of_states_tell_every_buffer() -> None:
     model, optimizer = trained(lambda model: torch.optim.AdamW(list(model.parameters())))
-    found = find_buffers(model.state_dict(), optimizer)
-    assert found >= BUFFERS
+    buffers = find_buffers(model.state_dict(), optimizer)
+    assert buffers >= BUFFERS
     # Of the shape of the running averages there are more tensors than states.
-    assert found - BUFFERS == {"linear.bias", "norm.weight", "norm.bias"}
+    assert buffers - BUFFERS == {"linear.bias", "norm.weight", "norm.bias"}
 
 
 def test_names_that_are_not_those_of_the_file_tell_nothing() -> None:
     model, optimizer = trained(lambda model: torch.optim.AdamW(model.named_parameters()))
     weights = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
-    found = find_buffers(weights, optimizer)
-    assert {f"module.{name}" for name in BUFFERS} <= found
-    assert "module.linear.weight" not in found
+    buffers = find_buffers(weights, optimizer)
+    assert {f"module.{name}" for name in BUFFERS} <= buffers
+    assert "module.linear.weight" not in buffers
 
 
 @pytest.mark.parametrize(

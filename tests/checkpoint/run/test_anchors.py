@@ -55,7 +55,7 @@ def save_run(root, policy, *, steps=4, distance=1e-4):
 
 
 def report_of(manifest, name="w"):
-    return next(each for each in manifest.files[WEIGHTS].report["tensors"] if each["name"] == name)
+    return next(tensor for tensor in manifest.files[WEIGHTS].report["tensors"] if tensor["name"] == name)
 
 
 def adam(lr, *, steps=50, seed=1):
@@ -115,7 +115,7 @@ def test_an_exact_checkpoint_in_a_chain_is_no_link_of_it(tmp_path):
     for step, policy in enumerate([Policy("compact"), Policy("compact"), Policy(), Policy("compact")], start=1):
         save(tmp_path, step, {"w": moved(base_weight(), 1e-4 * (step > 1), step)}, policy=policy)
     digests = [[path.stem for path in anchors(tmp_path / f"checkpoint-{step}")] for step in (2, 3, 4)]
-    assert [len(each) for each in digests] == [1, 2, 2]
+    assert [len(digest) for digest in digests] == [1, 2, 2]
     assert digests[1] == digests[2]
     assert torch.equal(load_checkpoint(tmp_path / "checkpoint-3")["model"]["w"], moved(base_weight(), 1e-4, 3))
 

@@ -95,14 +95,14 @@ def test_a_trainer_saves_against_the_base_and_an_unmodified_one_resumes_exactly(
     callback = TrainWeightsCheckpointCallback(anchor="base")
     trainer, _ = trainer_of(tmp_path / "run", callback, model=load(pretrained), save_total_limit=1)
     trainer.train()
-    (found,) = find_checkpoints(tmp_path / "run")  # even the only checkpoint is a difference
-    assert found.manifest is not None
-    assert found.manifest.base is not None
-    assert (found.manifest.base.repository, found.manifest.base.commit) == (REPOSITORY, COMMIT)
+    (checkpoint,) = find_checkpoints(tmp_path / "run")  # even the only checkpoint is a difference
+    assert checkpoint.manifest is not None
+    assert checkpoint.manifest.base is not None
+    assert (checkpoint.manifest.base.repository, checkpoint.manifest.base.commit) == (REPOSITORY, COMMIT)
     again, _ = trainer_of(tmp_path / "again", model=load(pretrained), max_steps=10)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(again.args, "max_steps", 8)
-        again.train(resume_from_checkpoint=str(found.path))
+        again.train(resume_from_checkpoint=str(checkpoint.path))
     assert_equal(weights(again), weights(straight))
 
 

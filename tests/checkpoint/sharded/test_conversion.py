@@ -73,7 +73,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.M
         import gc
 
         tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.shape == (512, 512)]
-        alive.append(len([each for each in tensors if not each.is_meta]))
+        alive.append(len([tensor for tensor in tensors if not tensor.is_meta]))
         return original(self, name)
 
     monkeypatch.setattr(ShardedContents, "read_tensor", counted)

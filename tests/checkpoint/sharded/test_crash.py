@@ -142,9 +142,9 @@ def saves(rank: int, path: Path, number: int) -> None:
 
 
 def loads_one(rank: int, path: Path) -> int:
-    found = load(path)
-    number = found["progress"]["save"]
-    assert differing(found, whole_state(number)) == []
+    loaded = load(path)
+    number = loaded["progress"]["save"]
+    assert differing(loaded, whole_state(number)) == []
     return number
 
 

@@ -254,9 +254,9 @@ def trains(rank: int, root: Path) -> list[tuple[list[str], int]]:
 def test_an_error_of_the_first_rank_alone_costs_a_run_no_later_checkpoint(tmp_path: Path) -> None:
     for step in (7, 8):
         save_as_trainer(state(step), tmp_path / f"checkpoint-{step}", RANKS, step)
-    found = run_ranks(RANKS, trains, tmp_path, timeout_seconds=60)
-    assert found[0] == found[1]
-    assert [failed for failed, _ in found[0]] == [["checkpoint-7"], []]
+    results = run_ranks(RANKS, trains, tmp_path, timeout_seconds=60)
+    assert results[0] == results[1]
+    assert [failed for failed, _ in results[0]] == [["checkpoint-7"], []]
     assert all(verify_checkpoint(tmp_path / f"checkpoint-{step}").ok for step in (7, 8))
 
 

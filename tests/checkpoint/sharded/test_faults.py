@@ -70,7 +70,7 @@ def checkpoint(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         reader,
         "anchor_paths",
-        lambda sha256, _: [each / f"{sha256}{ANCHOR_SUFFIX}" for each in reader._directories],
+        lambda sha256, _: [directory / f"{sha256}{ANCHOR_SUFFIX}" for directory in reader._directories],
     )
     return path
 
@@ -201,8 +201,8 @@ def test_a_damaged_checkpoint_is_a_typed_error_that_says_where(checkpoint: Path,
 
 
 def test_the_undamaged_checkpoint_loads(checkpoint: Path) -> None:
-    found = load(checkpoint, state=empty_state())
-    assert found["progress"] == whole_state(1)["progress"]
+    loaded = load(checkpoint, state=empty_state())
+    assert loaded["progress"] == whole_state(1)["progress"]
 
 
 def test_a_missing_anchor_is_a_typed_error_and_found_in_another_checkpoint_of_the_run(checkpoint: Path) -> None:

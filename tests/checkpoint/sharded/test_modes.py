@@ -48,14 +48,14 @@ def rows(path: Path) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("number", range(3))
 def test_both_readers_find_the_same_within_the_bounds_of_the_manifest(run: tuple[str, Path], number: int) -> None:
     mode, directory = run
-    found = load(directory / str(number), TrainWeightsReader, whole_state(9))
-    assert differing(load(directory / str(number), FileSystemReader, whole_state(9)), found) == []
-    rounded, expected = differing(found, whole_state(number)), dict(leaves(whole_state(number)))
+    actual = load(directory / str(number), TrainWeightsReader, whole_state(9))
+    assert differing(load(directory / str(number), FileSystemReader, whole_state(9)), actual) == []
+    rounded, expected = differing(actual, whole_state(number)), dict(leaves(whole_state(number)))
     reported = rows(directory / str(number))
     assert {name for name, row in reported.items() if row["bound"] is not None} >= set(rounded)
     assert (mode == "lossless") == (rounded == [])
     assert all(expected[name].numel() >= SIZE_FLOOR and expected[name].is_floating_point() for name in rounded)
-    for name, value in leaves(found):
+    for name, value in leaves(actual):
         if name in rounded and reported[name]["role"] == "weight":
             error = (value.double() - expected[name].double()).abs().max().item()
             assert error <= reported[name]["bound"] * 1.0001
@@ -108,8 +108,8 @@ def test_a_chain_of_rounded_saves_ends_where_reading_takes_five_files(tmp_path: 
         weights.append(weights[-1] + 1e-3 * torch.randn(64, 80, generator=torch.Generator().manual_seed(number)))
     assert [len(anchors_of(tmp_path / str(number))) for number in range(8)] == [0, 1, 2, 2, 3, 4, 4, 4]
     assert "2" not in anchors_of(tmp_path / "7")
-    found = load(tmp_path / "7", state={"model": {"w": torch.zeros(64, 80)}})["model"]["w"]
-    assert 0 < (found - weights[7]).abs().max() <= rows(tmp_path / "7")["model.w"]["bound"] * 1.0001
+    loaded = load(tmp_path / "7", state={"model": {"w": torch.zeros(64, 80)}})["model"]["w"]
+    assert 0 < (loaded - weights[7]).abs().max() <= rows(tmp_path / "7")["model.w"]["bound"] * 1.0001
 
 
 def test_the_weights_of_a_rounded_difference_are_one_state_dict(run: tuple[str, Path]) -> None:
@@ -117,8 +117,8 @@ def test_the_weights_of_a_rounded_difference_are_one_state_dict(run: tuple[str, 
     if mode == "lossless":
         pytest.skip("only rounded differences become anchors")
     weights = torch.load(directory / "1" / "__0_0.distcp", weights_only=True)
-    found = load(directory / "1", state=whole_state(9))
-    assert torch.equal(weights["model.up.weight[0:96,0:128]"], found["model"]["up.weight"])
+    loaded = load(directory / "1", state=whole_state(9))
+    assert torch.equal(weights["model.up.weight[0:96,0:128]"], loaded["model"]["up.weight"])
 
 
 def test_the_weights_of_a_full_checkpoint_are_one_state_dict(run: tuple[str, Path]) -> None:
@@ -246,8 +246,8 @@ def test_a_shard_that_has_not_moved_stays_exact(tmp_path: Path) -> None:
     state["model"]["embed.weight"] = whole_state(0)["model"]["embed.weight"]
     save(tmp_path / "0", whole_state(0), "compact", rules={"weight": "lossless"})
     save(tmp_path / "1", state, "compact", anchor=tmp_path / "0")
-    found = load(tmp_path / "1", state=whole_state(9))
-    assert torch.equal(found["model"]["embed.weight"], state["model"]["embed.weight"])
+    loaded = load(tmp_path / "1", state=whole_state(9))
+    assert torch.equal(loaded["model"]["embed.weight"], state["model"]["embed.weight"])
     assert rows(tmp_path / "1")["model.embed.weight"]["bytes_out"] < 100
 
 
@@ -317,10 +317,10 @@ def test_buffers_that_the_caller_names_are_exact(tmp_path: Path) -> None:
     for number in range(2):
         anchor = tmp_path / "0" if number else None
         save(tmp_path / str(number), whole_state(number), "compact", anchor=anchor, buffers=["up.weight"])
-    found = load(tmp_path / "1", state=whole_state(9))
-    assert torch.equal(found["model"]["up.weight"], whole_state(1)["model"]["up.weight"])
+    loaded = load(tmp_path / "1", state=whole_state(9))
+    assert torch.equal(loaded["model"]["up.weight"], whole_state(1)["model"]["up.weight"])
     assert rows(tmp_path / "1")["model.up.weight"]["role"] == "buffer"
-    assert not torch.equal(found["model"]["embed.weight"], whole_state(1)["model"]["embed.weight"])
+    assert not torch.equal(loaded["model"]["embed.weight"], whole_state(1)["model"]["embed.weight"])
 
 
 @pytest.mark.parametrize("kind", ["tied", "copied as for a save in the background"])
@@ -332,8 +332,8 @@ def test_tied_weights_are_stored_once(tmp_path: Path, kind: str) -> None:
 
     for number in range(2):
         save(tmp_path / str(number), tied(number), anchor=tmp_path / "0" if number else None)
-        found = load(tmp_path / str(number), state=tied(9))
-        assert differing(found, tied(number)) == []
+        loaded = load(tmp_path / str(number), state=tied(9))
+        assert differing(loaded, tied(number)) == []
         assert rows(tmp_path / str(number))["model.head.weight"]["bytes_out"] == 0
         places = [rows(tmp_path / str(number))[f"model.{name}.weight"]["bytes"] for name in ("embed", "head")]
         assert places[0] == places[1]
@@ -370,10 +370,10 @@ def test_a_part_of_a_checkpoint_is_loaded_without_reading_the_rest(run: tuple[st
         file.seek(int(place[0]) + 50)
         file.write(b"damage")
     wanted: dict[str, Any] = {"model": {"up.weight": torch.zeros(96, 128)}, "progress": {"save": None}}
-    found = load(copy, state=wanted)
-    error = (found["model"]["up.weight"] - whole_state(0)["model"]["up.weight"]).abs().max()
+    loaded = load(copy, state=wanted)
+    error = (loaded["model"]["up.weight"] - whole_state(0)["model"]["up.weight"]).abs().max()
     assert error <= (rows(copy)["model.up.weight"]["bound"] or 0)
-    assert found["progress"] == {"save": 0}
+    assert loaded["progress"] == {"save": 0}
 
 
 def test_an_optimizer_and_a_model_without_its_mate_keep_their_roles(tmp_path: Path) -> None:

@@ -187,6 +187,6 @@ def test_a_damaged_anchor_of_one_rank_is_an_error_on_all(tmp_path: Path) -> None
     shutil.rmtree(tmp_path / "0")
     anchor = sorted((tmp_path / "1").glob("*.anchor"))[0]
     flip_a_bit(anchor, 1000)
-    found = run_ranks(2, damaged_by, tmp_path / "1")
-    assert found[0] == found[1]
-    assert set(found[0].values()) == {"CorruptFileError"}
+    results = run_ranks(2, damaged_by, tmp_path / "1")
+    assert results[0] == results[1]
+    assert set(results[0].values()) == {"CorruptFileError"}

@@ -100,8 +100,8 @@ def test_deepspeed_goes_on_exactly_from_what_became_small(tmp_path: Path, kind: 
         compress_directory(small / tag)
         assert size_bytes(small / tag) < 0.95 * size_bytes(plain / tag)
     shutil.rmtree(small / "any name 1")
-    found = run_ranks(RANKS, go_on, small, kind, timeout_seconds=400)[0]
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    actual = run_ranks(RANKS, go_on, small, kind, timeout_seconds=400)[0]
+    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
 
 
 def outline(value: Any) -> Any:
@@ -138,6 +138,6 @@ def test_the_files_of_other_tests_are_those_of_deepspeed(tmp_path: Path, stage: 
 
 def groups_of(tag: Path) -> Any:
     """Return the shapes of a checkpoint as `write_zero` takes them; GROUPS has the same names."""
-    found = load_states(next(tag.glob("*_model_states.pt")))["param_shapes"]
-    assert {name for group in found for name in group} == {name for group in GROUPS for name in group}
-    return tuple({name: tuple(shape) for name, shape in group.items()} for group in found)
+    loaded = load_states(next(tag.glob("*_model_states.pt")))["param_shapes"]
+    assert {name for group in loaded for name in group} == {name for group in GROUPS for name in group}
+    return tuple({name: tuple(shape) for name, shape in group.items()} for group in loaded)

@@ -208,8 +208,8 @@ def test_a_killed_compression_is_taken_up_again(
             if mode == "lossless":
                 assert differences(plain_content(checkpoint / "global_step2"), content) == [], when
             states = [name for name in content if "optim" in name]
-            found = plain_content(checkpoint / "global_step2")
-            assert all(differences(found[name], expected[name]) == [] for name in states), when
+            actual = plain_content(checkpoint / "global_step2")
+            assert all(differences(actual[name], expected[name]) == [] for name in states), when
             assert collect_garbage(root) == [], when
 
 

@@ -69,8 +69,8 @@ def generated(model: Any, inputs: dict[str, Tensor]) -> list[list[int]]:
 def run(path: Path, call: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     session = onnxruntime.InferenceSession(path)
     names = [each.name for each in session.get_outputs()]
-    found = session.run(None, {each.name: call[each.name] for each in session.get_inputs()})
-    return dict(zip(names, found, strict=True))
+    outputs = session.run(None, {each.name: call[each.name] for each in session.get_inputs()})
+    return dict(zip(names, outputs, strict=True))
 
 
 def generated_by_files(directory: Path, inputs: dict[str, Tensor]) -> list[list[int]]:
@@ -240,12 +240,12 @@ def test_files_that_compute_something_else_are_not_written(
 def test_without_a_task_one_call_is_exported(tmp_path: Path) -> None:
     model, inputs = build("t5", "int8"), ARCHITECTURES["t5"].make_inputs()
     export_onnx(model, tmp_path / "model.onnx", example_inputs=inputs, verify=False)
-    found = run(tmp_path / "model.onnx", {name: value.numpy() for name, value in inputs.items()})
+    outputs = run(tmp_path / "model.onnx", {name: value.numpy() for name, value in inputs.items()})
     with torch.no_grad():
         wanted = copy.deepcopy(model).eval()
         dequantize_(wanted)
         logits = wanted(**inputs).logits
-    torch.testing.assert_close(torch.from_numpy(next(iter(found.values()))), logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.from_numpy(next(iter(outputs.values()))), logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.exhaustive

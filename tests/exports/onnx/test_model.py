@@ -47,8 +47,8 @@ def test_inputs_are_taken_in_every_way(model: OnnxModel) -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 3, 7, 32])
 def test_the_last_part_of_a_batch_may_be_ragged(model: OnnxModel, batch_size: int) -> None:
-    found = model.predict_batch(images(7), batch_size)["scores"]
-    np.testing.assert_allclose(found, model.predict(images(7))["scores"], rtol=1e-5, atol=1e-6)
+    outputs = model.predict_batch(images(7), batch_size)["scores"]
+    np.testing.assert_allclose(outputs, model.predict(images(7))["scores"], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

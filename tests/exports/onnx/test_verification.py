@@ -51,8 +51,8 @@ def test_another_model_is_not(path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equal_infinities_are_no_difference_and_nan_is_one(dtype: torch.dtype) -> None:
     wanted = torch.tensor([-torch.inf, 2.0], dtype=dtype)
-    found = compare("scores", np.array([-np.inf, 2], np.float32), wanted)
-    assert (found.ok, found.largest_difference, found.largest_value) == (True, 0, 2)
+    comparison = compare("scores", np.array([-np.inf, 2], np.float32), wanted)
+    assert (comparison.ok, comparison.largest_difference, comparison.largest_value) == (True, 0, 2)
     assert not compare("scores", np.array([np.inf, 2], np.float32), wanted).ok
     assert not compare("scores", np.array([-np.inf, np.nan], np.float32), wanted).ok
     assert not compare("scores", np.array([np.nan], np.float32), torch.tensor([torch.nan], dtype=dtype)).ok

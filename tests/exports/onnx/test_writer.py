@@ -87,8 +87,8 @@ def test_a_transformer_takes_any_batch_and_length(tmp_path: Path, architecture: 
     if "input_ids" in inputs:
         longer = {name: torch.cat([value, value[..., :3]], dim=-1) for name, value in longer.items()}
     wanted = dequantized_outputs(model, **longer)
-    found = OnnxModel(tmp_path / "model.onnx").predict(longer)
-    assert close_to(found["logits"], wanted[0])
+    outputs = OnnxModel(tmp_path / "model.onnx").predict(longer)
+    assert close_to(outputs["logits"], wanted[0])
 
 
 def test_a_directory_is_exported_with_inputs_that_are_made_up(tmp_path: Path) -> None:
@@ -97,8 +97,10 @@ def test_a_directory_is_exported_with_inputs_that_are_made_up(tmp_path: Path) ->
     export_onnx(tmp_path / "saved", tmp_path / "model.onnx")
     inputs = ARCHITECTURES["bert"].inputs(model)
     wanted = dequantized_outputs(model.to(torch.float32), **inputs)
-    found = OnnxModel(tmp_path / "model.onnx").predict({name: inputs[name] for name in ("input_ids", "attention_mask")})
-    assert close_to(found["logits"], wanted[0])
+    outputs = OnnxModel(tmp_path / "model.onnx").predict(
+        {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    )
+    assert close_to(outputs["logits"], wanted[0])
 
 
 class Masked(nn.Module):
@@ -115,8 +117,8 @@ class Masked(nn.Module):
 def test_arguments_without_names_and_infinities_are_verified_too(tmp_path: Path) -> None:
     model, inputs = quantized(Masked(), "int8"), (torch.ones(2, 64), torch.eye(2, 64))
     export_onnx(model, tmp_path / "model.onnx", example_inputs=inputs)
-    found = OnnxModel(tmp_path / "model.onnx")(*inputs)["masked_fill"]
-    np.testing.assert_allclose(found, dequantized_outputs(model, *inputs)[0], rtol=1e-4, atol=1e-5)
+    outputs = OnnxModel(tmp_path / "model.onnx")(*inputs)["masked_fill"]
+    np.testing.assert_allclose(outputs, dequantized_outputs(model, *inputs)[0], rtol=1e-4, atol=1e-5)
 
 
 def test_large_weights_go_to_a_second_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,10 +118,10 @@ class Exports(Target):
             return Outcome.ACCEPTED
         if _CASTS_FLOAT8_EXPERTS and given.architecture in _OF_EXPERTS and "float8" in str(given.config):
             return Outcome.ACCEPTED
-        found = _read(out)
+        actual = _read(out)
         if given.twist == "cast":  # which casts the tables of positions too, that a reader makes anew
             return Outcome.ACCEPTED
-        if found.dtype != expected.dtype or not torch.equal(found.nan_to_num(), expected.nan_to_num()):
+        if actual.dtype != expected.dtype or not torch.equal(actual.nan_to_num(), expected.nan_to_num()):
             raise BrokenPromiseError("an export is read as another model")
         return Outcome.ACCEPTED
 

@@ -125,10 +125,10 @@ class ImportedWeights(Target):
         weight = layout_of(given.config, METADATA, {_MODULE: _SHAPE}).read(_MODULE, tensors)
         if weight is None or weight.shape != _SHAPE:  # which the load compares with config.json
             return Outcome.REFUSED
-        found = weight.dequantize(torch.float32)
+        values = weight.dequantize(torch.float32)
         if given.same_values and not _are_exponents_floats(self.written[given.layout][0], tensors):
             wanted = self.written[given.layout][1].float()
-            if not torch.allclose(found, wanted, rtol=_TOLERANCE, atol=1e-6):
+            if not torch.allclose(values, wanted, rtol=_TOLERANCE, atol=1e-6):
                 raise BrokenPromiseError(f"{given.layout} is read as another weight")
         return Outcome.ACCEPTED
 

@@ -149,12 +149,12 @@ class OnnxExports(Target):
             if left != ({"model.onnx": _EARLIER.encode()} if given.over else {}):
                 raise BrokenPromiseError(f"a refused export left {sorted(left)}") from error
             raise
-        (found,) = OnnxModel(out / "model.onnx", ["CPUExecutionProvider"]).predict(ids.flip(0)).values()
+        (outputs,) = OnnxModel(out / "model.onnx", ["CPUExecutionProvider"]).predict(ids.flip(0)).values()
         dense = copy.deepcopy(model).eval()
         dequantize_(dense)
         with torch.no_grad():
             wanted = dense(ids.flip(0))
-        difference = (torch.from_numpy(found) - wanted).abs().max()
+        difference = (torch.from_numpy(outputs) - wanted).abs().max()
         if not difference <= 1e-6 + 1e-5 * wanted.abs().max():
             raise BrokenPromiseError(f"ONNX Runtime computes something else: off by {difference}")
         return Outcome.ACCEPTED

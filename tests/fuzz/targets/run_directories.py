@@ -144,10 +144,10 @@ class RunDirectories(Target):
         return outcome
 
     def _latest(self, given: ChangedRun, root: Path) -> Outcome:
-        found = latest(root)
-        if found is None:
+        newest = latest(root)
+        if newest is None:
             return Outcome.REFUSED
-        name = f"{Path(found).name}/{_WEIGHTS}"
+        name = f"{Path(newest).name}/{_WEIGHTS}"
         if given.is_damage and _print(root / name) != self.prints[f"{given.mode}/{name}"]:
             raise BrokenPromiseError("latest returned a checkpoint that holds other weights than were saved")
         return Outcome.ACCEPTED

@@ -92,11 +92,11 @@ class SavedWeights(Target):
         path = self.directory / "odd.safetensors"
         path.unlink(missing_ok=True)
         save_file(weights, path)
-        found = load_file(path)
-        if found.keys() != weights.keys():
-            raise BrokenPromiseError(f"{sorted(weights)} come back as {sorted(found)}")
+        loaded = load_file(path)
+        if loaded.keys() != weights.keys():
+            raise BrokenPromiseError(f"{sorted(weights)} come back as {sorted(loaded)}")
         for name, tensor in weights.items():
-            pair = [_values(each) for each in (found[name], tensor)]
+            pair = [_values(each) for each in (loaded[name], tensor)]
             if pair[0].dtype != pair[1].dtype or not torch.equal(*pair):
                 raise BrokenPromiseError(f"{name} comes back as another tensor")
         return Outcome.ACCEPTED

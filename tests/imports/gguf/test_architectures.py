@@ -38,7 +38,7 @@ def test_the_model_has_the_weights_and_settings_of_the_file(name: str, tmp_path:
         model.config.save_pretrained(source)
     import_directory(source, out)
     back = type(model).from_pretrained(out, dtype=torch.float32)
-    assert sum(isinstance(each, QuantizedTensor) for each in back.parameters()) > 5
+    assert sum(isinstance(parameter, QuantizedTensor) for parameter in back.parameters()) > 5
     wanted = json.loads(model.config.to_json_string(use_diff=False))
     settings = json.loads(back.config.to_json_string(use_diff=False))
     differing = {key for key in wanted if settings.get(key) != wanted[key]} - NOT_COMPARED
@@ -67,7 +67,7 @@ def test_an_imported_model_saves_again_and_trains_adapters(tmp_path: Path) -> No
     assert [file.read_bytes() for file in sorted(again.glob("*.safetensors"))] == [
         file.read_bytes() for file in sorted(out.glob("*.safetensors"))
     ]
-    forms = {str(each.format) for each in model.parameters() if isinstance(each, QuantizedTensor)}
+    forms = {str(parameter.format) for parameter in model.parameters() if isinstance(parameter, QuantizedTensor)}
     assert "int8 g32 with ordered columns" in forms
     adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "out_proj", "down_proj"], r=4))
     tokens = torch.arange(40).view(2, 20)

@@ -167,7 +167,9 @@ def test_tensors_lie_where_the_package_gguf_puts_them(alignment: int, tmp_path: 
     writer.write_tensors_to_file()
     writer.close()
     tensors = GgufFile(tmp_path / "model.gguf").tensors
-    assert {name: each.shape for name, each in tensors.items()} == {name: each.shape for name, each in arrays.items()}
+    assert {name: tensor.shape for name, tensor in tensors.items()} == {
+        name: each.shape for name, each in arrays.items()
+    }
     assert all(np.array_equal(tensors[name].data.numpy().view(np.float32), arrays[name]) for name in arrays)
 
 

@@ -118,7 +118,7 @@ def test_exported_models_come_back(name: str, source: Path, out: Path) -> None:
         model.config.save_pretrained(source)
     import_directory(source, out)
     back = type(model).from_pretrained(out, dtype=torch.float16)
-    assert any(isinstance(each, QuantizedTensor) for each in back.parameters())
+    assert any(isinstance(parameter, QuantizedTensor) for parameter in back.parameters())
     for each in (model, back):
         each.dequantize()
     for key in [key for key in model.state_dict() if key.startswith("pooler.")]:  # which llama.cpp does not store

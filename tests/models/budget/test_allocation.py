@@ -95,15 +95,15 @@ def test_formats_are_allocated_alike_in_memory_and_from_files(
     model.save_pretrained(tmp_path / "float", max_shard_size="50KB")
     config = TrainWeightsConfig(**budget)
     loaded = architecture.auto_class.from_pretrained(tmp_path / "float", quantization_config=config)
-    found = quantize_(model, config)
+    quantized = quantize_(model, config)
     assert config == TrainWeightsConfig(**budget)
     for each, out in ((loaded, "loaded"), (model, "in_place")):
         each.save_pretrained(tmp_path / out)
     assert filecmp.cmp(*(tmp_path / out / "model.safetensors" for out in ("loaded", "in_place")), shallow=False)
     assert loaded.hf_quantizer.quantization_config.plan == model.hf_quantizer.quantization_config.plan
-    assert str(summary(loaded)) == str(found)
+    assert str(summary(loaded)) == str(quantized)
     if "bits" in budget:
-        assert quantized_bits(found) <= budget["bits"]
+        assert quantized_bits(quantized) <= budget["bits"]
     else:
         assert (tmp_path / "loaded" / "model.safetensors").stat().st_size <= budget["size"]
 
@@ -114,12 +114,12 @@ def test_a_model_with_allocated_formats_reloads_with_equal_outputs_and_saves_equ
 ) -> None:
     architecture = ARCHITECTURES[name]
     model = architecture.build()
-    found = quantize_(model, TrainWeightsConfig(bits=6.5))
+    actual = quantize_(model, TrainWeightsConfig(bits=6.5))
     expected = outputs(model, architecture.inputs(model))
     model.save_pretrained(tmp_path / "first")
     reloaded = architecture.auto_class.from_pretrained(tmp_path / "first")
     assert all(map(torch.equal, outputs(reloaded, architecture.inputs(reloaded)), expected))
-    assert str(summary(reloaded)) == str(found)
+    assert str(summary(reloaded)) == str(actual)
     reloaded.save_pretrained(tmp_path / "second")
     for file in ("model.safetensors", "config.json"):
         assert filecmp.cmp(tmp_path / "first" / file, tmp_path / "second" / file, shallow=False)
@@ -142,8 +142,8 @@ def test_the_saved_allocation_makes_the_same_model_without_choosing_again(tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [4.5, *exhaustive(5.0, 6.0, 7.0)])
 def test_bits_are_met_within_a_hundredth(bits: float) -> None:
-    found = quantize_(layers().bfloat16(), TrainWeightsConfig(bits=bits))
-    assert 0.99 * bits <= quantized_bits(found) <= bits
+    quantized = quantize_(layers().bfloat16(), TrainWeightsConfig(bits=bits))
+    assert 0.99 * bits <= quantized_bits(quantized) <= bits
 
 
 @pytest.mark.slow

@@ -44,8 +44,8 @@ def test_nothing_that_would_lose_less_fits_into_what_is_left() -> None:
     left = limit - sum(each.stored_bytes for each in chosen.values())
     assert 0 <= left < 0.01 * limit
     for name, choices in options.items():
-        for each in choices:
-            assert each.loss >= chosen[name].loss or each.stored_bytes - chosen[name].stored_bytes > left
+        for choice in choices:
+            assert choice.loss >= chosen[name].loss or choice.stored_bytes - chosen[name].stored_bytes > left
 
 
 def test_among_many_weights_the_choice_is_as_good_as_a_price_of_bytes_makes_it() -> None:
@@ -55,7 +55,7 @@ def test_among_many_weights_the_choice_is_as_good_as_a_price_of_bytes_makes_it()
     # For any price the sum of loss and price is a lower bound of what any choice of `limit` bytes can lose.
     prices = [10.0**exponent for exponent in (-7, -6.5, -6, -5.5, -5, -4.5, -4, -3.5, -3)]
     bounds = [
-        sum(min(each.loss + price * each.stored_bytes for each in choices) for choices in options.values())
+        sum(min(choice.loss + price * choice.stored_bytes for choice in choices) for choices in options.values())
         - price * limit
         for price in prices
     ]

@@ -71,7 +71,7 @@ def test_the_same_call_gives_the_same_numbers() -> None:
     with torch.random.fork_rng(devices=[]):
         first = sensitivities_of_tokens(model, weights)
     assert first == sensitivities_of_tokens(model, weights)
-    assert first.keys() == {each.name for each in weights}
+    assert first.keys() == {weight.name for weight in weights}
 
 
 def test_a_float_head_tells_the_same_where_it_is_multiplied_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,12 +99,12 @@ def test_a_product_in_float32_has_the_gradient_of_a_linear(
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(size, 16, generator=generator).bfloat16() for size in (70, 6))
     x = x.view(2, 3, 16).requires_grad_()
-    found = sensitivity._Float32Linear.apply(x, weight, bias)
+    actual = sensitivity._Float32Linear.apply(x, weight, bias)
     wanted = nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
-    torch.testing.assert_close(found, wanted.bfloat16(), rtol=0.01, atol=0.01)
-    gradient = torch.randn(found.shape, generator=generator).bfloat16()
+    torch.testing.assert_close(actual, wanted.bfloat16(), rtol=0.01, atol=0.01)
+    gradient = torch.randn(actual.shape, generator=generator).bfloat16()
     with default_dtype(torch.bfloat16):
-        (got,) = torch.autograd.grad(found, x, gradient)
+        (got,) = torch.autograd.grad(actual, x, gradient)
     (expected,) = torch.autograd.grad(wanted, x, gradient.float())
     torch.testing.assert_close(got, expected, rtol=0.01, atol=0.05)
 

@@ -56,6 +56,6 @@ def test_products_are_computed_in_the_dtype_that_is_faster(
     monkeypatch.setattr(cpu_features, "capabilities", lambda: cpu)
     module, x = nn.Linear(8, 8).to(dtype), torch.eye(8, dtype=dtype)
     with Dtypes() as products, torch.no_grad(), fast_products(module):
-        found = PRODUCTS[name](x)
+        actual = PRODUCTS[name](x)
     assert products.seen == {expected}
-    assert found.dtype == dtype
+    assert actual.dtype == dtype

@@ -62,9 +62,11 @@ def test_of_products_of_all_experts_at_once_zeros_are_left_out(tmp_path: Path) -
 def test_each_expert_is_nearer_on_its_own_inputs(config: dict[str, object]) -> None:
     form, weight = get_format(config), experts()
     seen = [[tokens(400, 1)], [tokens(400, 2)], []]
-    found = quantize_experts_with_feedback(weight, form, seen)
-    form.check(found, weight.shape)
-    errors = [form.dequantize(each, weight.shape, torch.float32) - weight for each in (found, form.quantize(weight))]
+    quantized = quantize_experts_with_feedback(weight, form, seen)
+    form.check(quantized, weight.shape)
+    errors = [
+        form.dequantize(stored, weight.shape, torch.float32) - weight for stored in (quantized, form.quantize(weight))
+    ]
     for expert in range(2):
         calibrated, plain = ((seen[expert][0] @ error[expert].t()).norm().item() for error in errors)
         assert calibrated < 0.6 * plain

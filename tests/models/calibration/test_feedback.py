@@ -38,24 +38,24 @@ def test_products_with_known_inputs_are_nearer(config: dict[str, Any], inputs: T
     seen, unseen = inputs[:3000], inputs[3000:]
     moments = Moments(K, weight.device)
     moments.add(seen, seen)
-    found = quantize_with_feedback(weight, form, moments, moments.factor())
-    assert found is not None
+    quantized = quantize_with_feedback(weight, form, moments, moments.factor())
+    assert quantized is not None
 
     def error(tensors: dict[str, Tensor]) -> float:
         difference = form.dequantize(tensors, weight.shape, torch.float32) - weight.float()
         return (unseen @ difference.t()).norm().item()
 
-    assert error(found) < 0.75 * error(form.quantize(weight))
+    assert error(quantized) < 0.75 * error(form.quantize(weight))
 
 
 def test_inputs_that_do_not_depend_on_one_another_leave_the_codes_as_they_are() -> None:
     form, moments = get_format({"format": "int4"}), Moments(K, torch.device("cpu"))
     weight = torch.randn(N, K, generator=torch.Generator().manual_seed(1))
     moments.add(torch.eye(K), torch.eye(K))
-    found = quantize_with_feedback(weight, form, moments, moments.factor())
-    assert found is not None
+    actual = quantize_with_feedback(weight, form, moments, moments.factor())
+    assert actual is not None
     expected = form.quantize(weight)
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
 def test_a_format_that_gains_nothing_has_no_codes() -> None:

@@ -104,8 +104,8 @@ def test_other_texts_names_and_weights_find_nothing(tmp_path: Path, texts: str, 
 def test_the_block_before_counts_too(tmp_path: Path) -> None:
     blocks = [FinishedBlocks(tmp_path, "same") for _ in range(2)]
     blocks[1].read([("a", FORM, WEIGHT)])
-    for each in blocks:
-        each.read([("b", FORM, WEIGHT)])
+    for block in blocks:
+        block.read([("b", FORM, WEIGHT)])
     assert blocks[0]._key != blocks[1]._key
 
 

@@ -90,11 +90,11 @@ def test_outputs_on_other_inputs_are_nearer(options: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_errors_of_the_last_block_are_those_of_all() -> None:
-    found = quantize_(a_llama(), CONFIG, calibration=batches()).calibrated
-    assert found is not None
-    assert list(found.blocks) == ["model.layers.0", "model.layers.1"]
-    assert found.blocks["model.layers.1"] == (found.error_before, found.error_after)
-    assert all(after < before for before, after in found.blocks.values())
+    quantized = quantize_(a_llama(), CONFIG, calibration=batches()).calibrated
+    assert quantized is not None
+    assert list(quantized.blocks) == ["model.layers.0", "model.layers.1"]
+    assert quantized.blocks["model.layers.1"] == (quantized.error_before, quantized.error_after)
+    assert all(after < before for before, after in quantized.blocks.values())
 
 
 @pytest.mark.slow

@@ -274,8 +274,8 @@ RULES: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", RULES)
 def test_rules(name: str) -> None:
     arguments, skip, expected = RULES[name]
-    found = outcomes(Model(), TrainWeightsConfig("int4", group_size=32, **arguments), skip)
-    assert {key: found[key] for key in expected} == expected
+    actual = outcomes(Model(), TrainWeightsConfig("int4", group_size=32, **arguments), skip)
+    assert {key: actual[key] for key in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -327,8 +327,8 @@ class Tied(nn.Module):
 )
 def test_a_tied_weight_is_known_by_all_its_names(head_first: bool, arguments: dict[str, Any], expected: Any) -> None:
     config = TrainWeightsConfig("int4", group_size=32, **arguments)
-    found = outcomes(Tied(head_first), config)
-    assert found == {("head" if head_first else "embed") + ".weight": expected, "layer.weight": Int4(32)}
+    actual = outcomes(Tied(head_first), config)
+    assert actual == {("head" if head_first else "embed") + ".weight": expected, "layer.weight": Int4(32)}
 
 
 def test_a_shared_module_counts_once() -> None:

@@ -509,7 +509,7 @@ def test_a_float_model_runs_the_functions_of_peft_beside_a_quantized_one(
     def refuse(*_: object) -> Any:
         raise AssertionError("a float model met a function for quantized weights")
 
-    for own in ("in_float", "rounding_said_once", "quantized_names", "_refuse_loftq", "_draws_adapter_alone"):
+    for own in ("in_float", "rounding_said_once", "quantized_names", "_refuse_loftq", "_ignores_weight"):
         monkeypatch.setattr(f"hf_trainweights.models.host.adapters.{own}", refuse)
     # PEFT's own would ask for bitsandbytes here.
     monkeypatch.setattr("peft.tuners.lora.LoraLayer.loftq_init", lambda *_: None)

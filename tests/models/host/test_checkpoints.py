@@ -59,9 +59,9 @@ def test_a_reloaded_model_knows_that_checkpoints_keep_experts_one_by_one(tmp_pat
     model = reloaded("qwen3_moe", tmp_path)
     weight = torch.empty(model.get_parameter(f"{EXPERTS}.down_proj").shape, device="meta")
     assert len(checkpoint_tensors(model, {f"{EXPERTS}.down_proj": weight})) == 4
-    before = [each.source_patterns for each in model._weight_conversions]
+    before = [conversion.source_patterns for conversion in model._weight_conversions]
     restore_conversions(model, [])
-    assert [each.source_patterns for each in model._weight_conversions] == before
+    assert [conversion.source_patterns for conversion in model._weight_conversions] == before
 
 
 def test_experts_get_the_names_of_a_checkpoint_one_by_one() -> None:

@@ -70,7 +70,9 @@ def test_the_table_counts_every_weight_once(model: PreTrainedModel) -> None:
     names, tensors, weights, bits, _ = zip(*rows, strict=True)
     assert names == ("int4 g32", "int8", "not quantized")
     assert sum(map(int, tensors)) == len(list(model.parameters()))
-    assert sum(int(each.replace(",", "")) for each in weights) == sum(each.numel() for each in model.parameters())
+    assert sum(int(weight.replace(",", "")) for weight in weights) == sum(
+        parameter.numel() for parameter in model.parameters()
+    )
     assert bits[::2] == ("5.00", "32.00")
     assert f"hf_trainweights {__version__}," in text
     assert f"torch {version('torch')}," in text

@@ -109,7 +109,7 @@ class Loader:
 
 
 def is_one_of(found: list[Tensor] | None, models: Iterator[list[Tensor] | None] | list[Any]) -> bool:
-    return found is not None and any(all(map(torch.equal, found, each)) for each in models if each is not None)
+    return found is not None and any(all(map(torch.equal, found, model)) for model in models if model is not None)
 
 
 @pytest.mark.parametrize("name", by_default(DIFFERENT, SAVES))
@@ -147,8 +147,8 @@ def test_a_variant_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.Mo
     made(1).save_pretrained(tmp_path / "new", variant="v", **SHARDED)
     new, changed = load(tmp_path / "new"), made(1)
     for when in replay(root, lambda: changed.save_pretrained(directory, variant="v", **SHARDED), monkeypatch):
-        found = load(directory)
-        assert found is None or is_one_of(found, [old, new]), when
+        loaded = load(directory)
+        assert loaded is None or is_one_of(loaded, [old, new]), when
         assert (directory / "model.safetensors").read_bytes() == plain, when
         clean_up(directory)
         assert is_one_of(load(directory), [old, new]), when
@@ -291,8 +291,8 @@ def test_kills_at_any_time_leave_one_model_or_the_other(tmp_path: Path) -> None:
         time.sleep(0.05 + 0.023 * number)
         os.kill(child, signal.SIGKILL)
         assert exit_code_of(child) == -signal.SIGKILL
-        found = load(directory)
-        assert found is None or is_one_of(found, whole)
+        loaded = load(directory)
+        assert loaded is None or is_one_of(loaded, whole)
         clean_up(directory)
         assert is_one_of(load(directory), whole)
     models[0].save_pretrained(directory, **SHARDED)

@@ -232,7 +232,7 @@ def test_what_cannot_be_saved_is_refused_and_what_is_there_stays(tmp_path: Path,
     with pytest.raises(ConfigError, match=r"expected a name that ends in \.safetensors"):
         save_file({"a": torch.zeros(2)}, tmp_path / "model.bin")
     assert file.read_bytes() == before
-    assert [each.name for each in tmp_path.iterdir()] == ["model.safetensors"]
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
 def quantized(**config: Any) -> QuantizedTensor:

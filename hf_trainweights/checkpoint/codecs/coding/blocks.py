@@ -59,7 +59,7 @@ def matrix_shape(shape: torch.Size) -> tuple[int, int]:
 
 
 def tiles(R: int, C: int, size: int = TILE) -> Iterator[Tile]:
-    """Cut a matrix into tiles of at most `size` elements, and yield them in row-major order."""
+    """Cut a matrix [R, C] into tiles of at most `size` elements, and yield them in row-major order."""
     height = max(size // C, 1)
     for row in range(0, R, height):
         for column in range(0, C, size):
@@ -67,7 +67,7 @@ def tiles(R: int, C: int, size: int = TILE) -> Iterator[Tile]:
 
 
 def tile_count(R: int, C: int, size: int) -> int:
-    """Return the number of tiles that `tiles` yields."""
+    """Return the number of tiles that `tiles` yields for a matrix [R, C]."""
     return -(-R // max(size // C, 1)) * -(-C // size)
 
 

@@ -75,10 +75,10 @@ _PACKED_TILES = 16
 # Shorter rows have no class: it costs at most 3 bits a row and saves about 1/12 bit an element.
 _SHORTEST_CLASSED_ROW = 128
 _CLASSES = 8
-# A tile takes the narrowest symbols that leave at most one escape among so many levels. An escape costs 3 to 16 bits, a
-# narrower symbol saves 1/8 bit or more. 64 gave the smallest files for weights and moments of two models.
+# A tile takes the narrowest symbols that leave at most one escape among this many levels. An escape costs 3 to 16 bits,
+# a narrower symbol saves 1/8 bit or more. 64 gave the smallest files for weights and moments of two models.
 _LEVELS_PER_ESCAPE = 64
-# The width is chosen by about so many levels of a tile.
+# The width is chosen by about this many levels of a tile.
 _WIDTH_SAMPLE = 4096
 _WIDTHS = (2, 4, 8, 10, 12, 14, 16)
 

@@ -11,9 +11,9 @@
 
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 #define TINY 0x1p-126f
-// Most elements of a row that are worked on at once. The sum of so many magnitudes of levels fits 32 bits.
+// Most elements of a row that are worked on at once. The sum of their magnitudes fits 32 bits.
 #define PIECE 65536
-// The table of dither repeats after so many elements.
+// The table of dither repeats after this many elements.
 #define PERIOD 4093
 
 // Go through a matrix in pieces of its rows: `count` elements from `column` of `row` on, the first at index `start`.

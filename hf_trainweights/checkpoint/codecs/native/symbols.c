@@ -3,7 +3,7 @@
 
 int abi(void) { return 3; }
 
-// Escapes are searched for in runs of so many levels: most runs of this length have none, which is quickly found.
+// Escapes are searched for in runs of this many levels: most runs of this length have none, which is quickly found.
 #define RUN 32
 // Most levels of a tile, which are coded together, as in levels.py. A tile is some rows, or a part of a longer row.
 #define TILE 65536

@@ -3,9 +3,9 @@
 #pragma once
 #include "panel.h"
 
-// The sums of so many rows with one or two vectors of tokens stay in registers.
+// The sums of this many rows with one or two vectors of tokens stay in registers.
 #define VECTOR_ROWS 8
-// After so many steps the next rows are multiplied, so that these steps of the tokens stay in the second-level cache.
+// After this many steps the next rows are multiplied, so that the steps of the tokens stay in the second-level cache.
 // Sums begin anew, because the errors of more float32 products in a row would add up.
 #define STEPS_AT_ONCE 64
 

@@ -7,7 +7,7 @@ static int pieces_of_token(const Weight *w) { return w->dtype == FLOAT32 ? 3 : 2
 static int pieces_of_row(const Weight *w) { return w->code_units ? 2 : 1; }
 
 // Return the columns of a panel. They are all columns if vectors multiply, or if all columns of all tokens fit a panel.
-// Otherwise panels of about equal size, of full groups, have at most as many columns as a row of a block may have.
+// Otherwise panels of about equal size, of full groups, have at most the columns that a row of a block may have.
 static int64_t most_columns(const Panel *panel, int64_t column_bytes) {
     const Product *p = panel->product;
     int64_t K = p->weight.K, all = round_up(K, 64), whole = group_columns(p);

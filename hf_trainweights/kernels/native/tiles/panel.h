@@ -116,7 +116,7 @@ void multiply_by_way(const Product *p, Way way, int threads, int8_t *memory);
 void write_tokens_as_digits(const Panel *panel, int64_t tile);
 void write_tokens_as_bfloat16(const Panel *panel, int64_t tile);
 void write_tokens_as_floats(const Panel *panel, int64_t tile);
-// Write the rows of a block, as many of them as the weight has.
+// Write the rows of a block, up to the last one of the weight.
 void write_rows_as_bytes(const Panel *panel, const Block *block);
 void write_rows_as_bfloat16(const Panel *panel, const Block *block);
 void write_rows_as_numbers(const Panel *panel, const Block *block);

@@ -1,8 +1,8 @@
 // The choice of the products that take panels, and of their way.
 #include "panel.h"
 
-// For more rows of x than these, one product of bfloat16 takes less time than the two products of an x of two digits,
-// each of which takes as long.
+// For more rows of x than these constants say, one product of bfloat16 takes less time than the two products of an x of
+// two digits, each of which takes as long.
 #ifdef HAS_TILES
 #define DIGIT_ROWS_OF_GROUPS DIGIT_ROWS_OF_GROUPS_IN_TILES
 #define DIGIT_ROWS DIGIT_ROWS_IN_TILES

@@ -2,9 +2,9 @@
 // of 16-bit numbers have 32 bits. So activations are 16-bit numbers, and codes are widened to 16 bits in registers.
 #include "numbers.h"
 
-// So many rows of the weight are multiplied with all tokens while they are in the first-level cache.
+// This many rows of the weight are multiplied with all tokens while they are in the first-level cache.
 #define BLOCK_ROWS 8
-// Sums of products of so many columns fit 32 bits.
+// Sums of products of this many columns fit 32 bits.
 #define MOST_COLUMNS 2048
 
 // A span: columns of a row whose sum of products fits 32 bits. They end before `end`, and the first one's scale is the
@@ -123,7 +123,7 @@ static inline __attribute__((always_inline)) void multiply_row(const Product *p,
                                                                int bits, int codebook, float *sums) {
     int64_t K = p->weight.K, padded = padded_columns(p), size = columns_of_group(p), k = 0;
     const int64_t block = columns_of_block(bits);
-    // Up to four sums, and as many of codes times 16, stay in registers, and their offset sums take few loads.
+    // Up to four sums, and four of codes times 16, stay in registers, and their offset sums take few loads.
     const int raw = bits == 4 && M * words <= 4, sums_of_row = M * words;
     const uint8_t *row = p->qdata + n * (K * bits >> 3);
     const int16_t *numbers = work->numbers.values + m * words * padded;

@@ -2,9 +2,9 @@
 // is written as 16-bit integers with one scale for the row, and then multiplied with all tokens.
 #include "numbers.h"
 
-// The codes of so many columns are packed together, as formats/planes.py specifies, and unpacked at once.
+// The codes of this many columns are packed together, as formats/planes.py specifies, and unpacked at once.
 #define COLUMNS 32
-// An integer is at most 63 * 16, so sums of products of so many columns fit 32 bits.
+// An integer is at most 63 * 16, so sums of products of this many columns fit 32 bits.
 #define MOST_COLUMNS 512
 
 // A thread's memory for a row: integer = code * factor - offset, with one factor and one offset for each group.

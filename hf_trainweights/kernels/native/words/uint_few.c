@@ -8,7 +8,7 @@
 #include "../bytes/digits.h"
 #include "../scales.h"
 
-// The codes of so many columns are packed together, and the zero points of so many pairs of groups are multiplied at
+// The codes of COLUMNS columns are packed together, and the zero points of PAIRS pairs of groups are multiplied at
 // once.
 #define COLUMNS 32
 #define PAIRS 16
