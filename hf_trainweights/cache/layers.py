@@ -308,7 +308,8 @@ class KVLayer(CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Put so many copies of each sequence in its place."""
         if self.stores:
-            self.select(torch.arange(self.stores[0].shape[0]).repeat_interleave(repeats))
+            store = self.stores[0]
+            self.select(torch.arange(store.shape[0], device=store.device).repeat_interleave(repeats))
 
     def offload(self) -> None:
         """Do nothing: the cache stays where its model computes."""

@@ -205,7 +205,7 @@ def _channels(keys: Tensor, counted: Tensor) -> Tensor:
     smallest = (rms.median(-1, keepdim=True).values * _SMALLEST_CHANNEL).clamp(min=_SMALLEST_MAGNITUDE)
     channels = torch.cat([mean, torch.maximum(rms, smallest)], 2)
     # One key that is not finite would spoil the mean, and so all tokens. Then keys are stored as they are.
-    unchanged = channels.new_tensor([[0.0], [1.0]]).expand_as(channels)
+    unchanged = torch.cat([torch.zeros_like(mean), torch.ones_like(rms)], 2)
     return torch.where(channels.isfinite().all(), channels, unchanged).contiguous()
 
 
