@@ -148,9 +148,12 @@ class CacheFile:
             self._fill_layer_of_transformers(name, layer, sizes, file)
             return
         batch, heads, length, dropped, *columns = self._numbers(name, sizes)
-        if dropped and layer.window is None:
+        # A token attends to itself and to one less than its window before it.
+        if dropped and (layer.window is None or length < layer.window - 1):
+            expected = "all tokens" if layer.window is None else f"those of a window of {layer.window}"
             next_step = "Load it for the model that it was made for."
-            raise ConfigError(f"{self.path}, {name}", "all tokens", "those of a sliding window", next_step)
+            stored = f"those of a sliding window, {length} of them"
+            raise ConfigError(f"{self.path}, {name}", expected, stored, next_step)
         stores: list[Store] = []
         for side, kind, D in zip(_SIDES, self.kinds, columns, strict=True):
             # Tokens that are floats use only the `columns` of this; there is no `TokenFormat` of 16 bits.

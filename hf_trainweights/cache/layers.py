@@ -116,7 +116,7 @@ class KVLayer(CacheLayerMixin):
         Raises:
             ConfigError: The batch, the heads or the columns are others than those of the stored tokens.
         """
-        if torch.compiler.is_dynamo_compiling() and self._is_in_programs():
+        if torch.compiler.is_dynamo_compiling() and self._is_in_programs() and key_states.device.type == "cpu":
             return self._update_in_program(key_states, value_states)
         return self._update_now(key_states, value_states)
 
@@ -170,6 +170,8 @@ class KVLayer(CacheLayerMixin):
             self._clear()
             self.lazy_initialization(key_states, value_states)
         self._require_same_sizes(key_states, value_states)
+        if self.stores[0].device != key_states.device:
+            self._move(key_states.device)
         dropped = self._tokens_to_drop()
         self._drop(dropped)
         self.dropped += dropped
@@ -205,6 +207,13 @@ class KVLayer(CacheLayerMixin):
                 expected = "keys and values of the batch, heads and columns {}, {}, {}".format(*store.shape)
                 next_step = "Make a new cache for another batch or another model."
                 raise ConfigError("KVCache", expected, "{}, {}, {}".format(*sizes), next_step)
+
+    def _move(self, device: torch.device) -> None:
+        """Move all tokens to the device of a model, for which a file was loaded."""
+        for store in self.stores:
+            store.move(device)
+        # The setter numbers the layer anew, or not at all.
+        self.device, self.stores = device, self.stores
 
     def _quantize(self, first: int, *states: Tensor) -> tuple[Tensor, Tensor]:
         """Store all tokens so far and these as integers, and return them as they were."""

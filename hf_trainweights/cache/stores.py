@@ -12,6 +12,9 @@ from torch import Tensor
 
 from hf_trainweights.kernels.tokens import BLOCK_TOKENS, StoredTokens, TokenFormat
 
+# A tensor that is made in inference mode can never be written to outside it, so methods that make tensors leave it.
+_writable = torch.inference_mode(False)
+
 # Keys are divided by the magnitude of their channel, or if that is smaller by this part of the median channel's.
 _SMALLEST_CHANNEL = 1 / 16
 _SMALLEST_MAGNITUDE = 1e-6
@@ -45,6 +48,11 @@ class FloatStore:
         """The bytes of all room, used or not."""
         return self._rows.nbytes
 
+    @_writable
+    def move(self, device: torch.device) -> None:
+        """Move the tokens to a device."""
+        self._rows = self._rows.to(device)
+
     def append(self, x: Tensor) -> None:
         """Write tokens `[batch, heads, n, columns]` behind the last."""
         end, room = self.length + x.shape[2], self._rows.shape[2]
@@ -60,6 +68,7 @@ class FloatStore:
         """Return the tokens from `first` on, or up to `stop`: a view where they have this dtype."""
         return self._rows[:, :, first : self.length if stop is None else stop].to(dtype)
 
+    @_writable
     def select(self, index: Tensor) -> None:
         """Make the sequences at these positions of the batch the new batch; a position may occur twice."""
         self._rows = self._rows[:, :, : self.length].index_select(0, index.to(self._rows.device))
@@ -68,6 +77,7 @@ class FloatStore:
         """Forget the tokens from `length` on."""
         self.length = length
 
+    @_writable
     def drop(self, first: int) -> None:
         """Forget the tokens before `first`."""
         self._rows = self._rows[:, :, first : self.length].clone()
@@ -125,6 +135,13 @@ class IntegerStore:
         stored = self.stored
         return stored.codes.nbytes + stored.scale.nbytes + (0 if stored.channels is None else stored.channels.nbytes)
 
+    @_writable
+    def move(self, device: torch.device) -> None:
+        """Move the tokens to a device."""
+        stored = self.stored
+        channels = None if stored.channels is None else stored.channels.to(device)
+        self.stored = StoredTokens(stored.form, stored.codes.to(device), stored.scale.to(device), channels)
+
     def append(self, x: Tensor) -> None:
         """Write tokens `[batch, heads, n, columns]` behind the last."""
         blocks = -(-(self.length + x.shape[2]) // BLOCK_TOKENS)
@@ -137,6 +154,7 @@ class IntegerStore:
         """Return the tokens from `first` on, or up to `stop`, as floats."""
         return self.stored.load(first, (self.length if stop is None else stop) - first, dtype)
 
+    @_writable
     def select(self, index: Tensor) -> None:
         """Make the sequences at these positions of the batch the new batch; a position may occur twice."""
         stored, index = self.stored, index.to(self.stored.codes.device)
@@ -150,6 +168,7 @@ class IntegerStore:
         self.stored.clear(length, self.length)
         self.length = length
 
+    @_writable
     def drop(self, first: int) -> None:
         """Forget the tokens before `first`, a multiple of 16."""
         start = first // BLOCK_TOKENS
@@ -210,6 +229,5 @@ def _channels(keys: Tensor, counted: Tensor) -> Tensor:
 
 
 def _new_empty(like: Tensor, shape: tuple[int, ...], dtype: Any) -> Tensor:
-    # A tensor that is made in inference mode can never be written to outside it.
     with torch.inference_mode(False):
         return torch.empty(shape, dtype=dtype, device=like.device)

@@ -81,6 +81,34 @@ def test_a_value_that_is_not_finite_is_not_lost() -> None:
     assert out.isnan().any()
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_token_before_the_first_is_not_read(bits: int) -> None:
+    query, keys, values = operands(Sizes(1, 1, 2, 1, 64, 64, 40), torch.float32, (bits, bits))
+    reference = expected(query, keys, values, slice(9, 40), None)
+    for stored in (keys, values):
+        stored.store(torch.full((1, 1, 1, 64), math.nan), 7)
+    out = attend(query, keys, values, slice(9, 40), 0.2, None)
+    assert out is not None
+    torch.testing.assert_close(out, reference, rtol=1e-3, atol=1e-3)
+
+
+def test_scores_that_are_not_finite_are_not_lost_beside_a_mask() -> None:
+    query, keys, values = operands(Sizes(1, 1, 1, 1, 64, 64, 600), torch.float32)
+    keys.store(torch.full((1, 1, 1, 64), math.nan), 300)
+    mask = torch.full((1, 1, 1, 600), -math.inf)
+    mask[..., 300] = 0
+    out = attend(query, keys, values, slice(0, 600), 0.2, mask)
+    assert out is not None
+    assert out.isnan().all()
+
+
+def test_no_sequence_at_all_gives_none() -> None:
+    query, keys, values = operands(Sizes(0, 2, 2, 1, 64, 64, 20), torch.float32)
+    out = attend(query, keys, values, slice(0, 20), 0.2, None)
+    assert out is not None
+    assert out.shape == (0, 4, 1, 64)
+
+
 def test_large_scores_do_not_overflow() -> None:
     query, keys, values = operands(Sizes(1, 1, 1, 2, 64, 64, 600), torch.float32)
     out = attend(query * 1e4, keys, values, slice(0, 600), 0.2, None)
