@@ -49,9 +49,9 @@ class Case(NamedTuple):
         """Return the error of attention to a few blocks of tokens, relative to its norm."""
         heads, shared, first = 2, self.block_rows // 2, 3
         count = 2 * _block_tokens(self.keys, self.values) + 5
-        sines = torch.arange(heads * max(count, 2 * shared) * max(self.keys.columns, self.values.columns))
         # The sines of squares are as good as random, as in `cuda`.
-        squares = sines.to(self.device, torch.float64).square_()
+        size = heads * max(count, 2 * shared) * max(self.keys.columns, self.values.columns)
+        squares = torch.arange(size, dtype=torch.float64, device=self.device).square_()
 
         def numbers(factor: float, heads: int, rows: int, columns: int) -> Tensor:
             return squares.mul(factor).sin_()[: heads * rows * columns].view(1, heads, rows, columns)

@@ -25,7 +25,7 @@ def unpack(words, BITS: tl.constexpr):
         halves = tl.join(words, words >> 4)  # the nibbles of four low halves come before those of the high ones
         pairs = tl.join(halves, halves >> 16)
         nibbles = tl.join(pairs, pairs >> 8).reshape(R, COUNT) & 15
-        # With these bits above it, a nibble is the float16 1024 + nibble.
+        # These bits above a nibble make it the float16 1024 + nibble.
         codes = (nibbles | 0x6400).to(tl.int16).to(tl.float16, bitcast=True) - 1032.0
     else:
         pairs = tl.join(words, words >> 16)
@@ -163,7 +163,7 @@ def mask_lines(head, m, heads, shared, rows, batch_step, head_step, row_step):
 
 @triton.jit
 def masked(scores, allowed, mask, lines, steps):
-    """Return scores `[M, T]` with a mask of floats added, and what is allowed by both `allowed` and a mask of bytes."""
+    """Return scores `[M, T]` plus a mask of floats, and the tokens that `allowed` and a mask of bytes both allow."""
     values = tl.load(mask + lines[:, None] + steps[None, :], mask=allowed, other=0)
     if mask.dtype.element_ty == tl.uint8:
         allowed = allowed & (values != 0)
@@ -172,7 +172,7 @@ def masked(scores, allowed, mask, lines, steps):
     return scores, allowed
 
 
-# What changes from call to call: a kernel compiled for one of these values is no faster.
+# These arguments change from call to call, and a kernel compiled for one of their values is no faster.
 _CHANGING = [
     *("first", "stop", "capacity", "section_blocks", "heads", "shared", "rows"),
     *("batch_step", "head_step", "row_step", "token_step"),
