@@ -2,10 +2,10 @@
 
 `python -m benchmarks.kv_cache` takes about 20 minutes on a machine that does nothing else, and writes
 `benchmarks/results/kv_cache.json` after each row; then `python -m benchmarks.tables` writes the tables of
-docs/kv_cache.md and docs/measured/thresholds.md. `--only errors`, `speed` or `rows` measures one part again. Caches are
-filled with random keys and values, so no prompt has to be processed; the weights are random and int4. Peers that are
-not installed are left out. `ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2` before
-`--only rows` shows the rows of a CPU without AVX512.
+docs/kv_cache.md and docs/measured/thresholds.md. `--only errors`, `speed`, `rows` or `bound` measures one part again.
+Caches are filled with random keys and values, so no prompt has to be processed; the weights are random and int4. Peers
+that are not installed are left out. `ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2`
+before `--only rows` shows the rows of a CPU without AVX512.
 """
 
 from __future__ import annotations
@@ -260,7 +260,51 @@ def rows(failures: dict[str, str]) -> Iterator[dict[str, Any]]:
             yield {**sizes, "rows": count, "rows_of_head": shared * count, "speedup": ratio}
 
 
-def by_codes(query: Tensor, keys: IntegerStore, values: IntegerStore, mask: Tensor) -> Tensor | None:
+# The shapes of `bound`, and bits of keys and of values. So many bytes of other layers are read before a layer is again.
+BOUND_SHAPES = ((2, 7, 64, 8192), (8, 4, 64, 8192))
+BOUND_BITS = ((8, 8), (8, 4), (4, 4))
+ROTATED_BYTES = 120_000_000
+BOUND_ROUNDS = 25
+
+
+@torch.inference_mode()
+def bound(failures: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """Yield for each shape the microseconds of attention of one token, and of reading the same bytes and no more.
+
+    Each is the mean over layers, of which there are more than a third-level cache holds; of a layer it is the least of
+    all rounds. `cached` is the attention to a layer that the caches hold: what the arithmetic takes.
+    """
+    torch.set_num_threads(1)
+    for (heads, shared, columns, tokens), bits in itertools.product(BOUND_SHAPES, BOUND_BITS):
+        layer_bytes = heads * tokens * columns * sum(bits) // 8
+        counted = torch.ones(1, tokens, dtype=torch.bool)
+        query = torch.randn(1, heads * shared, 1, columns).bfloat16()
+        calls: list[dict[str, Callable[[], object]]] = []
+        for _ in range(1 + ROTATED_BYTES // layer_bytes):
+            states = torch.randn(2, 1, heads, tokens, columns).bfloat16()
+            keys, values = (IntegerStore.of(x, bits[side], side == 0, counted) for side, x in enumerate(states))
+            stored = [tensor for store in (keys, values) for tensor in (store.stored.codes, store.stored.scale)]
+            calls.append(
+                {"attention": partial(by_codes, query, keys, values, None), "reading": partial(read_all, stored)}
+            )
+        least = {way: [float("inf")] * len(calls) for way in calls[0]}
+        for _, way in itertools.product(range(BOUND_ROUNDS), least):
+            for layer, takes in enumerate(calls):
+                least[way][layer] = min(least[way][layer], _seconds(takes[way]))
+        seconds = {way: statistics.mean(layers) for way, layers in least.items()}
+        seconds["cached"] = min(_seconds(calls[0]["attention"]) for _ in range(4 * BOUND_ROUNDS))
+        sizes = {"heads": heads, "shared": shared, "columns": columns, "tokens": tokens, "bits": bits}
+        times = {f"{way}_microseconds": round(1e6 * took, 1) for way, took in seconds.items()}
+        yield {**sizes, **times, "ratio": round(seconds["attention"] / seconds["reading"], 2)}
+
+
+def read_all(tensors: list[Tensor]) -> None:
+    """Read tensors by the fastest of PyTorch's sums and maxima, as fast as a loop of vectors in C."""
+    for tensor in tensors:
+        tensor.view(torch.int64).max()
+
+
+def by_codes(query: Tensor, keys: IntegerStore, values: IntegerStore, mask: Tensor | None) -> Tensor | None:
     return attend(query, keys.stored, values.stored, slice(0, keys.length), query.shape[-1] ** -0.5, mask)
 
 
@@ -279,6 +323,7 @@ PARTS: dict[str, Callable[[dict[str, str]], Iterator[dict[str, Any]]]] = {
     "errors": errors,
     "speed": speed,
     "rows": rows,
+    "bound": bound,
 }
 
 

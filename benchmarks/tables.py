@@ -871,6 +871,22 @@ def kv_cache_rows() -> str:
     return f"{table(['tokens at once', *map(str, counts)], rows)}\n\n{caption}"
 
 
+def kv_cache_bound() -> str:
+    """Make the table of attention to codes beside merely reading them."""
+    part = read("kv_cache")["bound"]
+    rows = []
+    for row in part["rows"]:
+        bits = "/".join(map(str, row["bits"]))
+        times = (row[f"{way}_microseconds"] for way in ("reading", "cached", "attention"))
+        label = f"{row['heads']} x {row['shared']} heads of {row['columns']}, {row['tokens']} tokens, {bits} bits"
+        rows.append([label, *(f"{time:.0f}" for time in times), f"{row['ratio']:.2f}"])
+    header = ["one token", "reading", "attention, in a cache", "attention", "attention / reading"]
+    caption = (
+        f"Microseconds of CPU time, one thread, bfloat16, the least of 25. {part['machine']['cpu']}; {part['date']}."
+    )
+    return f"{table(header, rows)}\n\n{caption}"
+
+
 def kv_cache_errors() -> str:
     """Make the table of the error of attention for each kind of cache."""
     part = read("kv_cache")["errors"]
@@ -903,6 +919,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "kv-cache-speed": kv_cache_speed,
     "kv-cache-errors": kv_cache_errors,
     "kv-cache-rows": kv_cache_rows,
+    "kv-cache-bound": kv_cache_bound,
     "architectures": partial(architectures, every_architecture.outcomes),
     "architectures-wrong": partial(architectures, every_architecture.wrong),
     "architectures-refused": partial(architectures, every_architecture.refused),

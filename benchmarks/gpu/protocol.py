@@ -52,10 +52,11 @@ def steps(folder: Path, dry: bool) -> list[Step]:
     tiny, warmed = (["--dry"], WARMED[:1]) if dry else ([], WARMED)
     found = [
         Step("compile", 80, [[*tune, "--compile", *tiny], *([*cuda, *tiny, "--warm", name] for name in warmed)]),
-        Step("check", 35, [[*test, TESTS[0], "-k", "keep_the_bound or other_programs or experts"]]),
-        Step("tune", 105, [[*tune, "--measure", str(folder), "--seconds", "95", *tiny]]),
+        Step("check", 35, [[*test, TESTS[0], "-k", "keep_the_bound or other_programs or experts or attention"]]),
+        Step("tune", 95, [[*tune, "--measure", str(folder), "--seconds", "85", *tiny]]),
+        Step("attention", 20, [["-m", "benchmarks.gpu.attention", str(folder), "--seconds", "10", *tiny]]),
         Step("tests", 70, [[*test, *TESTS]]),
-        Step("ours", 130, [[*cuda, *tiny, "--only", "ours", "--seconds", "120"]]),
+        Step("ours", 120, [[*cuda, *tiny, "--only", "ours", "--seconds", "110"]]),
         Step("peers", 60, [[*cuda, *tiny, "--only", "peers", "--seconds", "45"]]),
     ]
     return [replace(step, seconds=DRY_SECONDS) for step in found] if dry else found

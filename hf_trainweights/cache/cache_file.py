@@ -150,9 +150,12 @@ class CacheFile:
             self._fill_layer_of_transformers(name, layer, sizes, file)
             return
         batch, heads, length, dropped, *columns = self._numbers(name, sizes)
-        if dropped and layer.window is None:
+        # A token attends to itself and to one less than its window before it.
+        if dropped and (layer.window is None or length < layer.window - 1):
+            expected = "all tokens" if layer.window is None else f"those of a window of {layer.window}"
             next_step = "Load it for the model that it was made for."
-            raise ConfigError(f"{self.path}, {name}", "all tokens", "those of a sliding window", next_step)
+            stored = f"those of a sliding window, {length} of them"
+            raise ConfigError(f"{self.path}, {name}", expected, stored, next_step)
         stores: list[Store] = []
         for side, kind, D in zip(_SIDES, self.kinds, columns, strict=True):
             # A store of floats needs only `form.columns`: 8 is a placeholder, because no `TokenFormat` has 16 bits.

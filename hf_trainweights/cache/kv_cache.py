@@ -105,7 +105,8 @@ class KVCache(DynamicCache):
             config: The configuration of the model.
 
         Returns:
-            A cache on the CPU, of the kind that was saved. It shares no memory with the file.
+            A cache of the kind that was saved, on the CPU until a model on another device stores a token in it. It
+            shares no memory with the file.
 
         Raises:
             ConfigError: There is no such file, or it is of another model.

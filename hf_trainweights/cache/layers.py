@@ -124,7 +124,7 @@ class KVLayer(CacheLayerMixin):
         Raises:
             ConfigError: The batch, the heads or the columns are others than those of the stored tokens.
         """
-        if torch.compiler.is_dynamo_compiling() and self._is_in_programs():
+        if torch.compiler.is_dynamo_compiling() and self._is_in_programs() and key_states.device.type == "cpu":
             return self._update_in_program(key_states, value_states)
         return self._update_now(key_states, value_states)
 
@@ -183,6 +183,8 @@ class KVLayer(CacheLayerMixin):
             self._clear()
             self.lazy_initialization(key_states, value_states)
         self._require_same_sizes(key_states, value_states)
+        if self.stores[0].device != key_states.device:
+            self._move(key_states.device)
         if not self.record_past:
             self._drop_before_window()
         count, before = key_states.shape[2], self.length
@@ -217,6 +219,13 @@ class KVLayer(CacheLayerMixin):
                 expected = "keys and values of the batch, heads and columns {}, {}, {}".format(*store.shape)
                 next_step = "Make a new cache for another batch or another model."
                 raise ConfigError("KVCache", expected, "{}, {}, {}".format(*sizes), next_step)
+
+    def _move(self, device: torch.device) -> None:
+        """Move all tokens to the device of a model, for which a file was loaded."""
+        for store in self.stores:
+            store.move(device)
+        # The setter numbers the layer anew, or not at all.
+        self.device, self.stores = device, self.stores
 
     def _quantize(self, first: int, *states: Tensor) -> tuple[Tensor, Tensor]:
         """Store all tokens so far and these as integers, and return them as they were."""
@@ -327,7 +336,8 @@ class KVLayer(CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Put `repeats` copies of each sequence in its place."""
         if self.stores:
-            self.select(torch.arange(self.stores[0].shape[0]).repeat_interleave(repeats))
+            store = self.stores[0]
+            self.select(torch.arange(store.shape[0], device=store.device).repeat_interleave(repeats))
 
     def offload(self) -> None:
         """Do nothing: the cache stays where its model computes."""

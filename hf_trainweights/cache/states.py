@@ -170,7 +170,7 @@ def _attend_to_codes(
             return None
         return keys.attend(query, values, tokens, mask, is_causal, scaling)
     assert isinstance(values, IntegerStore)
-    most_rows = most_attention_rows(compiled.instructions() or "")
+    most_rows = most_attention_rows("" if query.is_cuda else compiled.instructions() or "")
     if is_causal or query.shape[1] // keys.shape[1] * query.shape[2] > most_rows:
         return None
     return attend(query, keys.stored, values.stored, tokens, scaling, mask)

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from hf_trainweights.kernels.tokens import BLOCK_TOKENS, StoredTokens, TokenFormat
 
+# A tensor that is made in inference mode can never be written to outside it, so methods that make tensors leave it.
+_writable = torch.inference_mode(False)
+
 # Keys are divided by the magnitude of their channel, but by no less than this part of the median channel's magnitude.
 _SMALLEST_CHANNEL = 1 / 16
 _SMALLEST_MAGNITUDE = 1e-6
@@ -45,6 +48,11 @@ class FloatStore:
         """The bytes of all room, used or not."""
         return self._rows.nbytes
 
+    @_writable
+    def move(self, device: torch.device) -> None:
+        """Move the tokens to a device."""
+        self._rows = self._rows.to(device)
+
     def append(self, x: Tensor) -> None:
         """Write tokens `[batch, heads, n, columns]` behind the last."""
         end, room = self.length + x.shape[2], self._rows.shape[2]
@@ -60,6 +68,7 @@ class FloatStore:
         """Return the tokens from `first` on, or up to `stop`: a view where they have this dtype."""
         return self._rows[:, :, first : self.length if stop is None else stop].to(dtype)
 
+    @_writable
     def select(self, index: Tensor) -> None:
         """Make the sequences at these positions of the batch the new batch; a position may occur twice."""
         self._rows = self._rows[:, :, : self.length].index_select(0, index.to(self._rows.device))
@@ -71,6 +80,7 @@ class FloatStore:
         """Forget the tokens from `length` on."""
         self.length = length
 
+    @_writable
     def drop(self, first: int) -> None:
         """Forget the tokens before `first`."""
         self._rows = self._rows[:, :, first : self.length].clone()
@@ -145,6 +155,13 @@ class IntegerStore:
         stored = self.stored
         return stored.codes.nbytes + stored.scale.nbytes + (0 if stored.channels is None else stored.channels.nbytes)
 
+    @_writable
+    def move(self, device: torch.device) -> None:
+        """Move the tokens to a device."""
+        stored = self.stored
+        channels = None if stored.channels is None else stored.channels.to(device)
+        self.stored = StoredTokens(stored.form, stored.codes.to(device), stored.scale.to(device), channels)
+
     def append(self, x: Tensor) -> None:
         """Write tokens `[batch, heads, n, columns]` behind the last."""
         blocks = -(-(self.length + x.shape[2]) // BLOCK_TOKENS)
@@ -157,6 +174,7 @@ class IntegerStore:
         """Return the tokens from `first` on, or up to `stop`, as floats."""
         return self.stored.load(first, (self.length if stop is None else stop) - first, dtype)
 
+    @_writable
     def select(self, index: Tensor) -> None:
         """Make the sequences at these positions of the batch the new batch; a position may occur twice."""
         stored, index = self.stored, index.to(self.stored.codes.device)
@@ -170,6 +188,7 @@ class IntegerStore:
         self.stored.clear(length, self.length)
         self.length = length
 
+    @_writable
     def drop(self, first: int) -> None:
         """Forget the tokens before `first`, a multiple of 16."""
         start = first // BLOCK_TOKENS
@@ -225,11 +244,10 @@ def _channels(keys: Tensor, counted: Tensor) -> Tensor:
     smallest = (rms.median(-1, keepdim=True).values * _SMALLEST_CHANNEL).clamp(min=_SMALLEST_MAGNITUDE)
     channels = torch.cat([mean, torch.maximum(rms, smallest)], 2)
     # One key that is not finite would spoil the mean, and so all tokens. Then keys are stored as they are.
-    unchanged = channels.new_tensor([[0.0], [1.0]]).expand_as(channels)
+    unchanged = torch.cat([torch.zeros_like(mean), torch.ones_like(rms)], 2)
     return torch.where(channels.isfinite().all(), channels, unchanged).contiguous()
 
 
 def _new_empty(like: Tensor, shape: tuple[int, ...], dtype: Any) -> Tensor:
-    # A tensor that is made in inference mode can never be written to outside it.
     with torch.inference_mode(False):
         return torch.empty(shape, dtype=dtype, device=like.device)

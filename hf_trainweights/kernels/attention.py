@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from hf_trainweights.kernels import compiled
+from hf_trainweights.kernels import compiled, cuda_attention
 from hf_trainweights.kernels.compiled import DTYPES, SCRATCH
 from hf_trainweights.kernels.thresholds import THRESHOLDS
 from hf_trainweights.kernels.tokens import StoredTokens
@@ -42,7 +42,7 @@ def attend(
     """Return the attention of query rows to some tokens, as `F.scaled_dot_product_attention` does.
 
     Args:
-        query: `[batch, query heads, rows, key columns]`, on the CPU; the heads of the keys divide the query heads.
+        query: `[batch, query heads, rows, key columns]`; the heads of the keys divide the query heads.
         keys: The keys of the layer.
         values: The values of the layer, of the same number of heads and blocks.
         tokens: The tokens that count, from `start` to `stop`.
@@ -54,6 +54,8 @@ def attend(
         `[batch, query heads, rows, value columns]` in the dtype of the query; None if no function is compiled for it. A
         row that may attend to no token is 0.
     """
+    if query.is_cuda:
+        return cuda_attention.attend(query, keys, values, tokens, scaling, mask)
     library = compiled.loaded_library()
     if library is None or query.dtype not in DTYPES or not query.is_cpu:
         return None

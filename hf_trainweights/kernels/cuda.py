@@ -12,7 +12,7 @@ import importlib.util
 import logging
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,8 @@ _logger = logging.getLogger(__name__)
 
 # float32 has no product by tensor cores.
 _TILE_DTYPES = (torch.bfloat16, torch.float16)
-_DTYPES = (*_TILE_DTYPES, torch.float32)
+DTYPES = (*_TILE_DTYPES, torch.float32)
+"""The dtypes in which there are kernels."""
 
 # x is rounded from this many rows on: for fewer, a product takes as long as reading the weight. The other two numbers
 # divide N and K, or rows of codes would begin where tensor cores cannot load them.
@@ -52,6 +53,24 @@ _LOAD_BYTES = 16
 _FLOAT32_ERROR = 1e-6
 
 
+class Checked(Protocol):
+    """A kernel and its use, which is checked once; `str` names it in the warning."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the kernel runs."""
+        ...
+
+    @property
+    def limit(self) -> float:
+        """The largest error, relative to the norm of the results."""
+        ...
+
+    def difference(self) -> float:
+        """Return the error of the kernel's results with a small problem."""
+        ...
+
+
 class Case(NamedTuple):
     """A product whose kernel is checked: its name in `_MAKE`, tile, rows M of x, dtypes, device and format.
 
@@ -67,6 +86,20 @@ class Case(NamedTuple):
     device: torch.device
     form: Format
 
+    def __str__(self) -> str:
+        return f"`{self.way}` for {self.form}, {self.dtype} and {self.M} rows"
+
+    @property
+    def limit(self) -> float:
+        """The largest error."""
+        return max(torch.finfo(self.dtype).eps, _FLOAT32_ERROR)
+
+    def difference(self) -> float:
+        """Return the error with small weights of one block of K and of several."""
+        span = math.lcm(self.form.column_step, getattr(self.form, "group_size", None) or 1, _LANE_COLUMNS)
+        # A sum and not the larger one, because a sum is NaN if one of them is.
+        return sum(_difference(self, 80, K) for K in (2 * span, 1024 + 2 * span))
+
 
 # Experts of the weight with which a kernel is checked that multiplies several.
 _CHECKED_EXPERTS = 3
@@ -81,7 +114,7 @@ _DEQUANTIZE = Rule("dequantize", {})
 _LARGEST_CODE = {"integers": 127, "float8": 14}
 
 # The results of `_check`.
-_CHECKED: dict[Case, bool] = {}
+_CHECKED: dict[Checked, bool] = {}
 # The rules for products that ops of compiled programs have asked for.
 _CHOSEN: dict[Any, Rule] = {}
 
@@ -100,7 +133,7 @@ _MAKE: dict[str, Callable[[Stored, int, torch.dtype, Mapping[str, int]], Any]] =
 def serves(form: Format, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> bool:
     """Return whether a weight is on a GPU for which there are kernels that read it and compute in `dtype`."""
     qdata, scale = tensors["qdata"], tensors["scale"]
-    if qdata.device.type != "cuda" or dtype not in _DTYPES:
+    if qdata.device.type != "cuda" or dtype not in DTYPES:
         return False
     return _takes_triton(form, qdata, scale, dtype) or _takes_few_rows(form, tensors, dtype)
 
@@ -109,7 +142,7 @@ def _takes_triton(form: Format, qdata: Tensor, scale: Tensor, dtype: torch.dtype
     if not isinstance(form, (Int8, Int4)) or torch.promote_types(scale.dtype, dtype) != dtype:
         return False
     size = form.group_size
-    return (size is None or (size >= 8 and size.bit_count() == 1)) and _has_triton(qdata.device.index)
+    return (size is None or (size >= 8 and size.bit_count() == 1)) and has_triton(qdata.device.index)
 
 
 def _takes_few_rows(form: Format, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> bool:
@@ -119,7 +152,8 @@ def _takes_few_rows(form: Format, tensors: Mapping[str, Tensor], dtype: torch.dt
 
 
 @functools.cache
-def _has_triton(index: int | None) -> bool:
+def has_triton(index: int | None) -> bool:
+    """Return whether a device runs Triton's kernels."""
     # Triton is not imported here: the import takes a second and is left to the first product.
     is_installed = importlib.util.find_spec("triton") is not None and torch.version.cuda is not None
     return is_installed and torch.cuda.is_available() and capability(index) >= (8, 0)
@@ -210,7 +244,7 @@ def _takes(way: str, weight: Stored, dtype: torch.dtype, M: int) -> bool:
 def _choose(weight: Stored, dtype: torch.dtype, M: int) -> Rule | None:
     """Return the rule of the fastest kernel; None if all failed their checks or the weight is too large."""
     for rule in _rules(weight, M):
-        if _takes(rule.way, weight, dtype, M) and _is_right(_case(rule, weight, dtype)):
+        if _takes(rule.way, weight, dtype, M) and is_right(_case(rule, weight, dtype)):
             return rule
     return None
 
@@ -242,13 +276,13 @@ def _case(rule: Rule, weight: Stored, dtype: torch.dtype, experts: int = 0) -> C
 def dequantize_rows(tensors: Mapping[str, Tensor], form: Format, K: int, dtype: torch.dtype) -> Tensor | None:
     """Return the same bits as `form.dequantize_rows` for a matrix; None if no kernel computes them."""
     qdata, scale, weight = tensors["qdata"], tensors["scale"], Stored(tensors, form, K)
-    if qdata.dim() != 2 or qdata.numel() == 0 or qdata.device.type != "cuda" or dtype not in _DTYPES:
+    if qdata.dim() != 2 or qdata.numel() == 0 or qdata.device.type != "cuda" or dtype not in DTYPES:
         return None
     if not _takes_triton(form, qdata, scale, dtype):
         return None
     with torch.cuda.device_of(qdata):
-        is_right = _is_right(_case(_DEQUANTIZE, weight, dtype))
-        return triton_launch.dequantize(weight, 0, dtype, {})() if is_right else None
+        right = is_right(_case(_DEQUANTIZE, weight, dtype))
+        return triton_launch.dequantize(weight, 0, dtype, {})() if right else None
 
 
 def serves_experts(form: Format, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> bool:
@@ -279,10 +313,10 @@ def multiply_experts(x: Tensor, tensors: Mapping[str, Tensor], form: Format, end
 
 def _choose_for_experts(weight: Stored, dtype: torch.dtype) -> Rule | None:
     rules = (rule for rule in _rules(weight, few_rows.MOST_ROWS) if rule.way == "few_rows")
-    return next((rule for rule in rules if _is_right(_case(rule, weight, dtype, experts=_CHECKED_EXPERTS))), None)
+    return next((rule for rule in rules if is_right(_case(rule, weight, dtype, experts=_CHECKED_EXPERTS))), None)
 
 
-def _is_right(case: Case) -> bool:
+def is_right(case: Checked) -> bool:
     """Return whether a kernel passes its check. While a CUDA graph is captured a new check is impossible: False."""
     if case not in _CHECKED:
         if torch.cuda.is_current_stream_capturing():
@@ -291,23 +325,20 @@ def _is_right(case: Case) -> bool:
     return _CHECKED[case]
 
 
-def _check(case: Case) -> bool:
-    """Compare a kernel's results with exact ones, for small weights of one block of K and of several."""
-    span = math.lcm(case.form.column_step, getattr(case.form, "group_size", None) or 1, _LANE_COLUMNS)
+def _check(case: Checked) -> bool:
+    """Compare a kernel's results with exact ones."""
     try:
-        # A sum and not the larger one, because a sum is NaN if one of them is.
-        difference = sum(_difference(case, 80, K) for K in (2 * span, 1024 + 2 * span))
+        difference = case.difference()
     # Whatever goes wrong inside a compiler or the driver: another kernel or PyTorch serves.
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     else:
-        if difference <= max(torch.finfo(case.dtype).eps, _FLOAT32_ERROR):
+        if difference <= case.limit:
             return True
         reason = f"its results differ by {difference:.2g} of their norm"
     _logger.warning(
-        "The kernel `%s` for %s, %s and %d rows fails on %s (%s). Another one or PyTorch's operations serve, which are "
-        "slower.",
-        *(case.way, case.form, case.dtype, case.M, case.device, reason),
+        "The kernel %s fails on %s (%s). Another one or PyTorch's operations serve, which are slower.",
+        *(case, case.device, reason),
     )
     return False
 

@@ -109,7 +109,7 @@ def _launcher(
     From call to call only the addresses of the tensors may change. The compiled kernel is kept: to find it takes
     Triton 14 us of the time of an H100's CPU, the launch itself 8.
     """
-    kernel = getattr(_kernels(), name)
+    kernel = getattr(kernels("triton_products"), name)
     positional = [value for constant, value in constants.items() if constant.isupper()]
     compiled: dict[tuple[int, ...], Callable[..., None]] = {}
 
@@ -127,9 +127,10 @@ def _launcher(
 
 
 @functools.cache
-def _kernels() -> Any:
+def kernels(module: str) -> Any:
+    """Return the module of kernels with this name, which imports Triton."""
     # Imported as Any, so that type checkers judge this module alike whether Triton is installed or not.
-    return importlib.import_module("hf_trainweights.kernels.triton_products")
+    return importlib.import_module(f"hf_trainweights.kernels.{module}")
 
 
 def _programs(elements: int) -> tuple[int, int, int]:
@@ -140,14 +141,14 @@ def multiply_integers(weight: Stored, M: int, dtype: torch.dtype, tile: Mapping[
     """Return the function for products of rows of x, each rounded to int8 with one scale, with int8 codes."""
     del M, dtype
     qdata, scale, sizes, _ = _stored(weight)
-    (N, K, row_stride, _), kernels = sizes, _kernels()
+    (N, K, row_stride, _), products = sizes, kernels("triton_products")
 
     def run(x: Tensor, bias: Tensor | None) -> Tensor:
         M, out = x.numel() // K, x.new_empty(*x.shape[:-1], N)
         codes, row_factors = x.new_empty(M, K, dtype=torch.int8), x.new_empty(M, dtype=torch.float32)
-        kernels.round_rows[(M,)](x, codes, row_factors, K, _SMALLEST_TOP, _LARGEST_INTEGER, **_ELEMENTS)
+        products.round_rows[(M,)](x, codes, row_factors, K, _SMALLEST_TOP, _LARGEST_INTEGER, **_ELEMENTS)
         programs = -(-M // tile["BLOCK_M"]) * -(-N // tile["BLOCK_N"])
-        kernels.multiply_codes[(programs,)](codes, row_factors, qdata, scale, bias, out, M, N, K, row_stride, **tile)
+        products.multiply_codes[(programs,)](codes, row_factors, qdata, scale, bias, out, M, N, K, row_stride, **tile)
         return out
 
     return run
@@ -159,13 +160,13 @@ def multiply_float8(weight: Stored, M: int, dtype: torch.dtype, tile: Mapping[st
     PyTorch's product scales the sums. 16 divides N and K.
     """
     del M, tile
-    codes_of_weight, kernels = weight.tensors["qdata"].contiguous().t(), _kernels()
+    codes_of_weight, products = weight.tensors["qdata"].contiguous().t(), kernels("triton_products")
     scale = weight.tensors["scale"].to(torch.float32).t().contiguous()
 
     def run(x: Tensor, bias: Tensor | None) -> Tensor:
         M, K = x.numel() // x.shape[-1], x.shape[-1]
         codes, row_factors = x.new_empty(M, K, dtype=torch.float8_e4m3fn), x.new_empty(M, 1, dtype=torch.float32)
-        kernels.round_rows[(M,)](x, codes, row_factors, K, _SMALLEST_TOP, LARGEST, **_ELEMENTS)
+        products.round_rows[(M,)](x, codes, row_factors, K, _SMALLEST_TOP, LARGEST, **_ELEMENTS)
         product = torch.ops.aten._scaled_mm(codes, codes_of_weight, row_factors, scale, bias, out_dtype=dtype)
         return product.view(*x.shape[:-1], -1)
 

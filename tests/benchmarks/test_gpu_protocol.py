@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import protocol, tune
+from benchmarks.gpu import attention, protocol, tune
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.kernels import gpu_tables
 from hf_trainweights.kernels.gpu_tables import Rule
@@ -22,7 +22,7 @@ def test_all_steps_take_eight_minutes_at_most(tmp_path: Path) -> None:
     steps = protocol.steps(tmp_path, dry=False)
     assert sum(step.seconds for step in steps) <= 480
     names = [step.name for step in steps]
-    assert names == ["compile", "check", "tune", "tests", "ours", "peers"]
+    assert names == ["compile", "check", "tune", "attention", "tests", "ours", "peers"]
 
 
 @pytest.mark.slow
@@ -39,6 +39,14 @@ def test_tuning_writes_rows_and_rules_that_are_read(tmp_path: Path) -> None:
 
 def test_nothing_is_measured_once_the_time_is_up() -> None:
     assert tune.measure("cpu", tune.DRY, 0, lambda rows: None) == []
+
+
+@pytest.mark.slow
+def test_attention_to_codes_is_timed_beside_floats_where_there_are_kernels() -> None:
+    rows = list(attention.measure("cpu", [(1, 2, 32)], [70], 0))
+    assert [(row["bits"], row["name"]) for row in rows] == [
+        (bits, name) for bits in attention.BITS for name in ("bf16", "dequantized")
+    ]
 
 
 def row(N: int, M: int, *seconds: float, form: str = str(Int4(128))) -> dict[str, Any]:

@@ -20,8 +20,8 @@ def llama(**options: Any) -> PreTrainedModel:
     return made(LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS, **options)))
 
 
-def mistral() -> PreTrainedModel:
-    return made(MistralForCausalLM(MistralConfig(**SIZES, **HEADS, sliding_window=WINDOW)))
+def mistral(sliding_window: int = WINDOW) -> PreTrainedModel:
+    return made(MistralForCausalLM(MistralConfig(**SIZES, **HEADS, sliding_window=sliding_window)))
 
 
 def made(model: PreTrainedModel) -> PreTrainedModel:

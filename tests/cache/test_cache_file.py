@@ -115,6 +115,30 @@ def test_a_window_is_no_cache_of_all_tokens(tmp_path: Path) -> None:
         KVCache.load(tmp_path / "a.safetensors", LlamaConfig(**SIZES))
 
 
+@torch.no_grad()
+def test_a_loaded_cache_moves_to_the_device_of_its_model(tmp_path: Path) -> None:
+    saved_window(tmp_path / "a.safetensors")
+    layer = KVCache.load(tmp_path / "a.safetensors", mistral().config).layers[0]
+    states = torch.empty(1, 2, 1, 16, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(ConfigError, match="batch, heads and columns 2, 2, 16"):
+        layer.update(states, states)
+    keys, values = layer.update(states.expand(2, -1, -1, -1), states.expand(2, -1, -1, -1))
+    assert {x.device.type for x in (keys, values, *(store.load(0, torch.float32) for store in layer.stores))} == {
+        "meta"
+    }
+
+
+@torch.no_grad()
+def test_a_window_is_no_cache_of_a_longer_one(tmp_path: Path) -> None:
+    _, cache = saved_window(tmp_path / "a.safetensors")
+    stored = cache.layers[0].length
+    model = mistral(sliding_window=stored + 1)
+    loaded = KVCache.load(tmp_path / "a.safetensors", model.config)
+    assert model(prompt(1)["input_ids"], past_key_values=loaded).logits.isfinite().all()
+    with pytest.raises(ConfigError, match=rf"a window of {stored + 2}, found those .*, {stored} of them"):
+        KVCache.load(tmp_path / "a.safetensors", mistral(sliding_window=stored + 2).config)
+
+
 def changed(path: Path, change: Any) -> None:
     tensors = load_file(path)
     with safe_open(path, framework="pt") as file:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from cpus import use_library
 from torch import Tensor
 
 from hf_trainweights.cache.stores import FloatStore, IntegerStore, Store, distinct_tokens
@@ -136,9 +137,37 @@ def test_keys_that_are_not_finite_are_stored_without_losing_others() -> None:
     assert loaded.isfinite().all()
 
 
-def test_tokens_made_in_inference_mode_take_more_outside_it() -> None:
-    for make in MAKERS.values():
-        with torch.inference_mode():
-            store = make(tokens(70))
-        store.append(tokens(1))
-        assert store.length == 71
+CHANGES: dict[str, Callable[[Store], None]] = {
+    "none": lambda store: None,
+    "selected": lambda store: store.select(torch.tensor([1, 0])),
+    "dropped": lambda store: store.drop(16),
+    "moved": lambda store: store.move(torch.device("cpu")),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("has_library", [True, False])
+@every_store
+def test_tokens_made_in_inference_mode_take_more_outside_it(
+    make: Callable[[Tensor], Store],
+    change: Callable[[Store], None],
+    has_library: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not has_library:
+        use_library(None, monkeypatch)
+    with torch.inference_mode():
+        store = make(tokens(70))
+        change(store)
+        store.truncate(store.length - 5)
+    before = store.length
+    store.append(tokens(1))
+    assert store.length == before + 1
+
+
+@every_store
+def test_a_store_moves_to_another_device(make: Callable[[Tensor], Store]) -> None:
+    store = make(tokens(70))
+    store.move(torch.device("meta"))
+    store.append(tokens(3).to("meta"))
+    assert store.device.type == store.load(0, torch.float32).device.type == "meta"

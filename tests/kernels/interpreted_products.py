@@ -7,8 +7,6 @@ unpacking of codes are run. The interpreter knows no instructions of GPUs; what 
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +17,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from covering import exhaustive
+from forbidden_page import before_a_forbidden_page
 from torch import Tensor
 from triton.runtime import interpreter
 from weights import random_weight
@@ -221,16 +220,6 @@ def test_codes_may_begin_at_any_byte(M: int) -> None:
 @pytest.mark.parametrize("form", [Int8(), Int8(32), Int4(32)], ids=str)
 def test_a_scale_of_another_dtype_is_used_as_it_is(form: Int8 | Int4) -> None:
     assert_product(random_weight(1, 96, seed=1), form.quantize(random_weight(80, 96, dtype=torch.bfloat16)), form)
-
-
-def before_a_forbidden_page(tensor: Tensor) -> Tensor:
-    """Return a copy whose memory ends where the process may neither read nor write: to go on is to crash."""
-    pages_bytes = -(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory = mmap.mmap(-1, pages_bytes + mmap.PAGESIZE)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + pages_bytes), mmap.PAGESIZE, 0) == 0
-    bytes_ = torch.frombuffer(memory, dtype=torch.uint8, count=tensor.nbytes, offset=pages_bytes - tensor.nbytes)
-    return bytes_.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 @pytest.mark.covering(1)

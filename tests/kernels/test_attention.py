@@ -3,99 +3,30 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import pytest
 import torch
 from cpus import use_library
-from torch import Tensor
-from torch.nn import functional as F
+from stored_tokens import LIMITS, MASKS, SIZES, Sizes, attention_mask, expected, operands
 
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.kernels import attention
 from hf_trainweights.kernels.attention import attend
-from hf_trainweights.kernels.tokens import StoredTokens, TokenFormat
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("library")]
-
-# The rounding of the result, and of queries and probabilities to 16 bits.
-LIMITS = {torch.float32: 2e-4, torch.bfloat16: 3e-3, torch.float16: 5e-4}
-
-
-class Sizes(NamedTuple):
-    batch: int
-    heads: int
-    shared: int
-    rows: int
-    key_columns: int
-    value_columns: int
-    tokens: int
-    first: int = 0
-
-
-# One token; odd numbers of blocks, rows and heads; more than a chunk of 256 tokens; a window that begins in a block;
-# keys and values of other sizes.
-SIZES = [
-    Sizes(1, 1, 1, 1, 64, 64, 1),
-    Sizes(1, 2, 7, 1, 64, 64, 300),
-    Sizes(2, 3, 1, 5, 40, 40, 70),
-    Sizes(1, 1, 4, 3, 96, 64, 530, 37),
-    Sizes(2, 2, 2, 1, 128, 128, 17, 3),
-    Sizes(1, 4, 2, 1, 4, 36, 16),
-]
-
-
-def filled(x: Tensor, bits: int, is_key: bool) -> StoredTokens:
-    batch, heads, count, columns = x.shape
-    stored = StoredTokens.empty(TokenFormat(bits, is_key, columns), batch, heads, -(-count // 16) + 1)
-    if is_key:
-        stored.channels = torch.stack([x.float().mean(2), x.float().abs().mean(2) + 0.1], 2).contiguous()
-    stored.store(x, 0)
-    return stored
-
-
-def operands(
-    sizes: Sizes, dtype: torch.dtype, bits: tuple[int, int] = (8, 8)
-) -> tuple[Tensor, StoredTokens, StoredTokens]:
-    generator = torch.Generator().manual_seed(sizes.tokens)
-    shape = (sizes.batch, sizes.heads, sizes.tokens)
-    keys, values, query = (
-        torch.randn(*lead, columns, generator=generator).to(dtype)
-        for lead, columns in (
-            (shape, sizes.key_columns),
-            (shape, sizes.value_columns),
-            ((sizes.batch, sizes.heads * sizes.shared, sizes.rows), sizes.key_columns),
-        )
-    )
-    return query, filled(keys, bits[0], True), filled(values, bits[1], False)
-
-
-def expected(query: Tensor, keys: StoredTokens, values: StoredTokens, tokens: slice, mask: Tensor | None) -> Tensor:
-    shared, count = query.shape[1] // keys.codes.shape[1], tokens.stop - tokens.start
-    dense = (x.load(tokens.start, count, torch.float32).repeat_interleave(shared, 1) for x in (keys, values))
-    mask = mask if mask is None or mask.dtype == torch.bool else mask.float()
-    return F.scaled_dot_product_attention(query.float(), *dense, mask, scale=0.2)
 
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 @pytest.mark.parametrize("bits", [(8, 8), (8, 4), (4, 8), (4, 4)], ids=str)
-@pytest.mark.parametrize("kind", ["none", "bool", "float", "bool of a row"])
+@pytest.mark.parametrize("kind", MASKS)
 def test_attention_is_that_to_dequantized_tokens(
     sizes: Sizes, dtype: torch.dtype, bits: tuple[int, int], kind: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "_THREADED", 0)
     query, keys, values = operands(sizes, dtype, bits)
-    count = sizes.tokens - sizes.first
-    masks = {
-        "bool": torch.rand(sizes.batch, 1, sizes.rows, count) > 0.3,
-        "float": torch.randn(1, sizes.heads * sizes.shared, 1, count, dtype=dtype),
-        "bool of a row": torch.rand(1, 1, 1, count) > 0.5,
-    }
-    mask = masks.get(kind)
-    if mask is not None and mask.dtype == torch.bool:
-        mask[..., 0] = True
+    mask = attention_mask(kind, sizes, dtype)
     tokens = slice(sizes.first, sizes.tokens)
     out = attend(query, keys, values, tokens, 0.2, mask)
     assert out is not None
@@ -148,6 +79,34 @@ def test_a_value_that_is_not_finite_is_not_lost() -> None:
     out = attend(query, keys, values, slice(0, 40), 0.2, None)
     assert out is not None
     assert out.isnan().any()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_token_before_the_first_is_not_read(bits: int) -> None:
+    query, keys, values = operands(Sizes(1, 1, 2, 1, 64, 64, 40), torch.float32, (bits, bits))
+    reference = expected(query, keys, values, slice(9, 40), None)
+    for stored in (keys, values):
+        stored.store(torch.full((1, 1, 1, 64), math.nan), 7)
+    out = attend(query, keys, values, slice(9, 40), 0.2, None)
+    assert out is not None
+    torch.testing.assert_close(out, reference, rtol=1e-3, atol=1e-3)
+
+
+def test_scores_that_are_not_finite_are_not_lost_beside_a_mask() -> None:
+    query, keys, values = operands(Sizes(1, 1, 1, 1, 64, 64, 600), torch.float32)
+    keys.store(torch.full((1, 1, 1, 64), math.nan), 300)
+    mask = torch.full((1, 1, 1, 600), -math.inf)
+    mask[..., 300] = 0
+    out = attend(query, keys, values, slice(0, 600), 0.2, mask)
+    assert out is not None
+    assert out.isnan().all()
+
+
+def test_no_sequence_at_all_gives_none() -> None:
+    query, keys, values = operands(Sizes(0, 2, 2, 1, 64, 64, 20), torch.float32)
+    out = attend(query, keys, values, slice(0, 20), 0.2, None)
+    assert out is not None
+    assert out.shape == (0, 4, 1, 64)
 
 
 def test_large_scores_do_not_overflow() -> None:

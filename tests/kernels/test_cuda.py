@@ -55,7 +55,7 @@ def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the CPU be a GPU on which nothing has been checked, with Triton but without NVRTC."""
     monkeypatch.setattr(cuda, "_CHECKED", {})
     monkeypatch.setattr(cuda, "_CHOSEN", {})
-    monkeypatch.setattr(cuda, "_has_triton", lambda index: True)
+    monkeypatch.setattr(cuda, "has_triton", lambda index: True)
     monkeypatch.setattr(cuda, "_has_driver", lambda index: False)
     monkeypatch.setattr(cuda, "capability", lambda index: (0, 0))
     monkeypatch.setattr(cuda, "_MAKE", dict(cuda._MAKE))
@@ -99,7 +99,7 @@ def test_columns_are_divided_only_until_there_are_enough_programs(
             return launch
 
     kernels = SimpleNamespace(multiply_tiles=Kernel(), add_sections=Adder())
-    monkeypatch.setattr(triton_launch, "_kernels", lambda: kernels)
+    monkeypatch.setattr(triton_launch, "kernels", lambda module: kernels)
     tensors = {"qdata": torch.zeros(1, K, dtype=torch.int8).expand(N, K), "scale": torch.ones(N, 1)}
     tile = next(rule.tile for rule in gpu_tables.rules_for((9, 0), 8, False, M, N) if rule.way == "tiles")
     run = triton_launch.multiply_tiles(Stored(tensors, Int8(), K), M, torch.bfloat16, tile)
@@ -211,7 +211,7 @@ def test_float8_of_pytorch_is_scaled_by_rows_and_columns(monkeypatch: pytest.Mon
         codes.copy_((rows / row_factors).to(torch.float8_e4m3fn))
 
     kernels = SimpleNamespace(round_rows={(40,): round_rows})
-    monkeypatch.setattr(triton_launch, "_kernels", lambda: kernels)
+    monkeypatch.setattr(triton_launch, "kernels", lambda module: kernels)
     result = triton_launch.multiply_float8(Stored(tensors, form, 64), 40, torch.bfloat16, {})(x, bias)
     rounded = stored.round_to_float8(x.float()).double()
     exact = F.linear(rounded, form.dequantize_rows(tensors, 64, torch.float64), bias.double())
@@ -364,7 +364,7 @@ def test_rows_are_left_to_others_where_their_kernel_is_wrong(monkeypatch: pytest
 def test_nothing_is_served_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert not cuda._has_triton.__wrapped__(0)
+    assert not cuda.has_triton.__wrapped__(0)
     assert not cuda._has_driver.__wrapped__(0)
 
 

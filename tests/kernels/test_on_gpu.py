@@ -1,4 +1,4 @@
-"""Quantized weights on a GPU: products, compiled programs, CUDA graphs and a whole model."""
+"""Quantized weights and caches on a GPU: products, compiled programs, CUDA graphs, attention and whole models."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from architectures import make_llama, random_ids
+from stored_tokens import LIMITS, MASKS, SIZES, Sizes, attention_mask, expected, operands
 from torch import Tensor
 from transformers import PreTrainedModel
 from weights import random_weight, stored_tensors
 
-from hf_trainweights import QuantizedTensor, TrainWeightsConfig, kernels, quantize_
+from hf_trainweights import KVCache, QuantizedTensor, TrainWeightsConfig, kernels, quantize_
+from hf_trainweights.cache.layers import KVLayer
 from hf_trainweights.formats.affine import Affine
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.base import Format
@@ -21,7 +23,7 @@ from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.table4 import Table4
-from hf_trainweights.kernels import cuda, cuda_driver
+from hf_trainweights.kernels import cuda, cuda_attention, cuda_driver
 from hf_trainweights.testing.values import assert_close_product
 
 pytestmark = [
@@ -230,3 +232,56 @@ def test_a_model_generates_what_its_dequantized_copy_does(dtype: torch.dtype, fo
     with torch.no_grad():
         result, expected = model(tokens).logits.double(), plain(tokens).logits.double()
     assert (result - expected).norm() <= 8 * torch.finfo(dtype).eps * expected.norm()
+
+
+@pytest.mark.parametrize("sizes", [*SIZES, Sizes(1, 8, 4, 1, 128, 128, 5000)], ids=str)
+@pytest.mark.parametrize("bits", [(8, 8), (8, 4), (4, 8), (4, 4)], ids=str)
+@every_dtype
+def test_attention_is_that_to_dequantized_tokens(sizes: Sizes, bits: tuple[int, int], dtype: torch.dtype) -> None:
+    query, keys, values = operands(sizes, dtype, bits)
+    tokens = slice(sizes.first, sizes.tokens)
+    keys_on_gpu, values_on_gpu = copy.copy(keys), copy.copy(values)
+    for stored in (keys_on_gpu, values_on_gpu):
+        stored.codes, stored.scale = stored.codes.cuda(), stored.scale.cuda()
+        stored.channels = None if stored.channels is None else stored.channels.cuda()
+    for kind in MASKS:
+        mask = attention_mask(kind, sizes, dtype)
+        mask_on_gpu = None if mask is None else mask.cuda()
+        for _ in range(2):
+            out = cuda_attention.attend(query.cuda(), keys_on_gpu, values_on_gpu, tokens, 0.2, mask_on_gpu)
+            assert out is not None
+            reference = expected(query, keys, values, tokens, mask)
+            assert (out.cpu().float() - reference).norm() <= LIMITS[dtype] * reference.norm()
+
+
+@pytest.mark.parametrize("kinds", [("int8", "int8"), ("int8", "int4"), ("int4", "int4")], ids=str)
+def test_a_token_is_stored_and_read_without_waiting_for_the_gpu(kinds: tuple[str, str]) -> None:
+    layer, states = KVLayer(*kinds), torch.randn(1, 2, 500, 64, device="cuda").bfloat16()
+    query = torch.randn(1, 8, 1, 64, device="cuda").bfloat16()
+    layer.update(states, states)
+
+    def step() -> Tensor:
+        keys, values = layer.update(states[:, :, :1], states[:, :, :1])
+        return F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+
+    step()  # checks the kernels
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        outs = [step() for _ in range(20)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert outs[-1].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_generates_with_a_small_cache(kind: str, compiled: bool) -> None:
+    model, ids = make_llama().bfloat16().cuda().eval(), torch.randint(0, 100, (2, 80), device="cuda")
+    cache = KVCache(model.config, kind)
+    forward = torch.compile(model.forward) if compiled else model.forward
+    with torch.no_grad():
+        forward(input_ids=ids, past_key_values=cache)
+        steps = [forward(input_ids=ids[:, column : column + 1], past_key_values=cache).logits for column in range(3)]
+        exact = model(torch.cat([ids, ids[:, :3]], 1)).logits[:, -1:]
+    assert (steps[-1] - exact).norm() <= (0.1 if kind == "int4" else 0.02) * exact.norm()
+    torch._dynamo.reset()

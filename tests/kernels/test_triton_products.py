@@ -17,7 +17,8 @@ from covering import by_default, exhaustive
 
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.kernels import cuda, gpu_tables, triton_launch
+from hf_trainweights.kernels import cuda, cuda_attention, gpu_tables, triton_launch
+from hf_trainweights.kernels.tokens import StoredTokens, TokenFormat
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, on Linux x86-64")
 
@@ -30,8 +31,8 @@ MAX_SHARED_BYTES = 99 << 10
 def test_every_kernel_is_right_in_the_interpreter(cases: str) -> None:
     # Triton reads the variable when it is imported.
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    file = Path(__file__).with_name("interpreted_products.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", cases, str(file)]
+    files = [str(path) for path in Path(__file__).parent.glob("interpreted_*.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", cases, *files]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert "skipped" not in done.stdout
@@ -141,6 +142,46 @@ def test_what_dequantizes_and_rounds_compiles(form: Int8 | Int4, gpu: AbsentGpu,
     assert all(stack_bytes(kernel, tmp_path) == [0] for kernel in gpu.kernels)
 
 
+# Bits of keys and values, their columns, rows of a head, dtypes of the query and of the mask. A program of as many rows
+# as fit may keep a few registers on the stack.
+ATTENTIONS = [
+    ((8, 8), (128, 128), 4, torch.bfloat16, torch.bool),
+    *exhaustive(
+        ((8, 8), (64, 64), 7, torch.bfloat16, None),
+        ((8, 4), (128, 128), 4, torch.float16, torch.float32),
+        ((4, 4), (64, 64), 7, torch.bfloat16, None),
+        ((8, 8), (192, 128), 16, torch.bfloat16, None),
+        ((8, 8), (40, 96), 4, torch.float32, torch.bfloat16),
+        ((4, 4), (512, 512), 16, torch.bfloat16, None),
+        ((4, 4), (128, 128), 64, torch.float32, torch.bool),
+        ((8, 8), (128, 128), 64, torch.bfloat16, torch.bool),
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bits", "columns", "rows", "dtype", "mask"), ATTENTIONS, ids=str)
+def test_attention_to_stored_tokens_compiles(
+    bits: tuple[int, int],
+    columns: tuple[int, int],
+    rows: int,
+    dtype: torch.dtype,
+    mask: torch.dtype | None,
+    gpu: AbsentGpu,
+    tmp_path: Path,
+) -> None:
+    keys, values = (
+        StoredTokens.empty(TokenFormat(bits[side], side == 0, columns[side]), 1, 2, 20) for side in range(2)
+    )
+    keys.channels = torch.ones(1, 2, 2, columns[0])
+    query = torch.zeros(1, 2 * rows, 1, columns[0], dtype=dtype)
+    mask_of_tokens = None if mask is None else torch.ones(1, 1, 1, 300, dtype=mask)
+    cuda_attention._launch(query, keys, values, slice(0, 300), 1.0, mask_of_tokens)
+    # What adds sections up has been compiled already where another case has needed it.
+    assert len(gpu.kernels) >= 1
+    assert all(size <= (1024 if rows == 64 else 0) for kernel in gpu.kernels for size in stack_bytes(kernel, tmp_path))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("capability", [89, 90])
 def test_rounding_to_float8_compiles_where_gpus_multiply_float8(
@@ -152,7 +193,7 @@ def test_rounding_to_float8_compiles_where_gpus_multiply_float8(
     monkeypatch.setattr(driver, "_active", AbsentGpu(capability))
     codes = torch.empty(20, 96, dtype=torch.float8_e4m3fn)
     x, row_factors = torch.zeros(20, 96, dtype=torch.bfloat16), torch.empty(20)
-    triton_launch._kernels().round_rows[(20,)](x, codes, row_factors, 96, 2.0**-119, 448, BLOCK=1024)
+    triton_launch.kernels("triton_products").round_rows[(20,)](x, codes, row_factors, 96, 2.0**-119, 448, BLOCK=1024)
     assert len(driver._active.kernels) == 1
 
 

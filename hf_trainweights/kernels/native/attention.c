@@ -45,16 +45,15 @@ INLINE uint16_t rounded_to_bfloat16(float value) {
     return value != value ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// Return e to the power of numbers that are not positive: 0 below -87, and NaN for NaN.
+// Return e to the power of numbers that are not positive, NaN for NaN, and 2**-100 for all that give less.
 INLINE Floats exponentials(Floats x) {
-    Integers vanishes = (Integers)(x < all_floats(-87.0f));
-    Floats scaled = x * all_floats(1.44269504f);
-    Integers whole = to_integers(scaled);
-    Floats rest = scaled - to_floats(whole), power = all_floats(1.3333558e-3f);
-    const float terms[] = {9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f};
-    EACH(i, 5) power = multiply_add(power, rest, all_floats(terms[i]));
-    Floats factor = (Floats)((whole + all_integers(127)) << 23);
-    return (Floats)((Integers)(power * factor) & ~vanishes);
+    Floats scaled = larger(all_floats(-100), x * all_floats(1.44269504f));
+    // The sum's lowest bits are the integer that is nearest.
+    Floats shifted = scaled + all_floats(0x1.8p23f), rest = scaled - (shifted - all_floats(0x1.8p23f));
+    Floats power = all_floats(9.5605102e-3f);
+    const float terms[] = {5.5917039e-2f, 2.4024981e-1f, 6.9312197e-1f, 1.0f};
+    EACH(i, 4) power = multiply_add(power, rest, all_floats(terms[i]));
+    return (Floats)((Integers)power + ((Integers)shifted << 23));
 }
 
 // The same for one number. `expf` would be a function of a library that nothing here is linked with.
@@ -173,9 +172,11 @@ typedef struct {
 
 // The scratch memory of one thread.
 typedef struct {
-    float *scores;       // [TILE][CHUNK]
-    int32_t *integers;   // [CHUNK]
-    int8_t *digits;      // [TILE][DIGITS][CHUNK]: of probabilities times the scales of values
+    float *scores;         // [TILE][CHUNK]
+    float largest[TILE];   // the largest score of a row in the chunk
+    float *scales;         // [CHUNK]: of one group of the values
+    float fault;           // NaN if one of these scales is not finite, else 0
+    int8_t *digits;        // [TILE][DIGITS][CHUNK]: of probabilities times the scales of values
     float unit[TILE];
     int32_t offset_sums[TILE][DIGITS];
     Queries *tiles;
@@ -235,11 +236,15 @@ INLINE void add_row_products(const Integers codes[STEP][2], int bits, const int8
     }
 }
 
-// Fill scores [rows][CHUNK] of `count` tokens, a multiple of BLOCK, and fetch the codes at `ahead`, which will be
-// multiplied next, into a cache.
-INLINE void score(const Queries *tile, int rows, int bits, int64_t D, const uint8_t *keys, const uint16_t *scales,
-                  int64_t count, float scaling, const uint8_t *ahead, float *scores) {
+// Fetch codes that will be read a chunk later: into the second cache, because the first one is full of this chunk.
+INLINE void fetch(const uint8_t *ahead) { __builtin_prefetch(ahead, 0, 2); }
+
+// Fill the scores of `count` tokens, a multiple of BLOCK, and fetch as many codes of keys at `ahead`.
+INLINE void score(Room *room, const Queries *tile, int rows, int bits, int64_t D, const uint8_t *keys,
+                  const uint16_t *scales, int64_t count, float scaling, const uint8_t *ahead) {
     int64_t G = groups_of_token(bits, D), words = D / 4 / G, bytes = block_bytes(bits, D);
+    Floats largest[TILE];
+    EACH(row, rows) largest[row] = all_floats(-INFINITY);
     for (int64_t token = 0; token < count; token += STEP * LANES) {
         const uint8_t *from[STEP], *fetched[STEP];
         const uint16_t *scale[STEP];
@@ -258,7 +263,7 @@ INLINE void score(const Queries *tile, int rows, int bits, int64_t D, const uint
             for (int64_t word = g * words; word < (g + 1) * words; word += 8 / bits) {
                 Integers codes[STEP][2];
                 EACH(s, STEP) {
-                    __builtin_prefetch(fetched[s] + word * 8 * bits);
+                    fetch(fetched[s] + word * 8 * bits);
                     load_codes(from[s] + word * 8 * bits, bits, codes[s]);
                 }
                 add_row_products(codes, bits, tile->digits, D, word, rows, sums);
@@ -269,15 +274,20 @@ INLINE void score(const Queries *tile, int rows, int bits, int64_t D, const uint
                     totals[row][s] = multiply_add(joined(sums[row][0][s], sums[row][1][s]), factor, totals[row][s]);
             }
         }
-        EACH(row, rows) EACH(s, STEP)
-            *(Floats *)(scores + row * CHUNK + token + s * LANES) = totals[row][s] * all_floats(tile->unit[row] * scaling);
+        EACH(row, rows) EACH(s, STEP) {
+            Floats scores = totals[row][s] * all_floats(tile->unit[row] * scaling);
+            *(Floats *)(room->scores + row * CHUNK + token + s * LANES) = scores;
+            largest[row] = larger(largest[row], scores);
+        }
     }
+    EACH(row, rows) room->largest[row] = largest_of(largest[row]);
 }
 
 // Apply the mask to the scores of a row. A chunk may hold tokens that no row attends to: `skipped` ones before
 // `a->first`, and those from `count` on. Their scores become -infinity.
 static void mask_scores(const Attention *a, const uint8_t *mask, int64_t index, int64_t skipped, int64_t count,
-                        float *scores) {
+                        float *scores, float *largest) {
+    if (a->mask == NO_MASK && skipped == 0 && count == CHUNK) return;
     if (a->mask == BOOL_MASK) {
         for (int64_t t = skipped; t < count; t++) scores[t] = mask[index + t] ? scores[t] : -INFINITY;
     } else if (a->mask == FLOAT_MASK) {
@@ -285,25 +295,34 @@ static void mask_scores(const Attention *a, const uint8_t *mask, int64_t index, 
     }
     for (int64_t t = 0; t < skipped; t++) scores[t] = -INFINITY;
     for (int64_t t = count; t < CHUNK; t++) scores[t] = -INFINITY;
+    Floats all = all_floats(-INFINITY);
+    for (int64_t t = 0; t < CHUNK; t += LANES) all = larger(all, *(Floats *)(scores + t));
+    *largest = largest_of(all);
+}
+
+// Load the scales of a group of the values, 0 for tokens that no row attends to.
+static void load_value_scales(Room *room, const uint16_t *scales, int64_t G, int64_t skipped, int64_t count) {
+    Floats faults = all_floats(0);
+    memset(room->scales, 0, CHUNK * sizeof(float));
+    for (int64_t t = 0; t < count; t += LANES)
+        *(Floats *)(room->scales + t) = load_floats(scales + t / BLOCK * G * BLOCK + t % BLOCK, BFLOAT16, 0, LANES);
+    for (int64_t t = 0; t < skipped; t++) room->scales[t] = 0;
+    for (int64_t t = 0; t < count; t += LANES) faults += *(Floats *)(room->scales + t) * all_floats(0);
+    room->fault = sum_of(faults);
 }
 
 // Replace the scores of a chunk by the exponentials of their distances to `top`, the largest score of the row so far,
 // and add these to `total`. If `top` rises, `total` and `out`, the sums over earlier chunks, are scaled to the new one.
-static void add_exponentials(float *scores, int64_t D, float *top, float *total, float *out) {
-    Floats largest = all_floats(-INFINITY), sum = all_floats(0);
-    Integers faults = all_integers(0);
-    for (int64_t t = 0; t < CHUNK; t += LANES) {
-        Floats values = *(Floats *)(scores + t);
-        largest = larger(largest, values);
-        faults |= (Integers)(values != values);
-    }
-    float now = largest_of(largest);
-    now = sum_of(to_floats(faults)) != 0 ? NAN : now > *top ? now : *top;
+static void add_exponentials(float *scores, float largest, int64_t D, float *top, float *total, float *out) {
+    float now = largest > *top ? largest : *top;
     if (now == -INFINITY) {
+        // A maximum may pass over NaN.
+        for (int64_t t = 0; t < CHUNK; t++) *total += scores[t] == -INFINITY ? 0 : NAN;
         memset(scores, 0, CHUNK * sizeof(float));
         return;
     }
     float shrunk = *top == -INFINITY ? 0 : exponential(*top - now);
+    Floats sum = all_floats(0);
     *top = now;
     for (int64_t t = 0; t < CHUNK; t += LANES) {
         Floats values = exponentials(*(Floats *)(scores + t) - all_floats(now));
@@ -314,21 +333,39 @@ static void add_exponentials(float *scores, int64_t D, float *top, float *total,
     for (int64_t d = 0; shrunk != 1 && d < D; d += LANES) *(Floats *)(out + d) *= all_floats(shrunk);
 }
 
-// Write the probabilities of a row, times the scales of the values' group, as digits.
-static void write_probabilities(Room *room, int row, int bits, const uint16_t *scales, int64_t G, int64_t count) {
+INLINE int32_t total_of(Integers numbers) {
+    int32_t total = 0;
+    EACH(i, LANES) total += numbers[i];
+    return total;
+}
+
+// Write the probabilities of a row, times the scales of a group of the values, as digits.
+static void write_probabilities(Room *room, int row, int bits) {
     const float *scores = room->scores + row * CHUNK;
-    float products[CHUNK];
-    for (int64_t t = 0; t < count; t += LANES)
-        *(Floats *)(products + t) = *(const Floats *)(scores + t) *
-                                    load_floats(scales + t / BLOCK * G * BLOCK + t % BLOCK, BFLOAT16, 0, LANES);
-    float top = largest_magnitude(products, FLOAT32, count), inverse = LARGEST / top;
-    for (int64_t t = 0; t < count; t += LANES)
-        *(Integers *)(room->integers + t) = to_integers(*(Floats *)(products + t) * inverse);
+    Floats products[CHUNK / LANES], tops = all_floats(SMALLEST_TOP);
+    for (int64_t t = 0; t < CHUNK; t += LANES) {
+        products[t / LANES] = *(const Floats *)(scores + t) * *(const Floats *)(room->scales + t);
+        tops = larger(tops, bits == 4 ? magnitudes(products[t / LANES]) : products[t / LANES]);
+    }
+    float top = largest_of(tops), inverse = LARGEST / top;
     int8_t *high = room->digits + row * DIGITS * CHUNK;
-    int32_t sums[DIGITS];
-    write_two_digits(room->integers, count, high, high + CHUNK, sums);
-    room->unit[row] = top / LARGEST;
-    EACH(digit, DIGITS) room->offset_sums[row][digit] = -code_offset(bits) * sums[digit];
+    Integers sum = all_integers(0), upper_sum = sum;
+    for (int64_t t = 0; t < CHUNK; t += 4 * LANES) {
+        Integers upper[4], lower[4];
+        EACH(i, 4) {
+            Integers number = to_integers(products[t / LANES + i] * all_floats(inverse));
+            upper[i] = (number + all_integers(128)) >> 8;
+            lower[i] = number - (upper[i] << 8);
+            sum += number;
+            upper_sum += upper[i];
+        }
+        *(Integers *)(high + t) = pack_bytes(upper);
+        *(Integers *)(high + CHUNK + t) = pack_bytes(lower);
+    }
+    int32_t total = total_of(sum), upper_total = total_of(upper_sum);
+    room->unit[row] = top / LARGEST + room->fault;
+    room->offset_sums[row][0] = -code_offset(bits) * upper_total;
+    room->offset_sums[row][1] = -code_offset(bits) * (total - 256 * upper_total);
 }
 
 // Add to out [rows][D] the values of `count` tokens in STEP * LANES columns.
@@ -341,7 +378,7 @@ INLINE void add_values(const Room *room, int rows, int bits, int64_t D, const ui
         Integers codes[STEP][2];
         EACH(s, STEP) {
             int64_t at = (line * D + column + s * LANES) * 4;
-            if (ahead) __builtin_prefetch(ahead + at);
+            if (ahead) fetch(ahead + at);
             load_codes(values + at, bits, codes[s]);
         }
         add_row_products(codes, bits, room->digits, CHUNK, line * (8 / bits), rows, sums);
@@ -358,26 +395,36 @@ typedef struct {
     const uint16_t *key_scales, *value_scales;
 } Chunk;
 
+// Fetch the scales of the next chunk, of so many groups.
+INLINE void fetch_scales(const uint16_t *scales, int64_t G) {
+    for (int64_t i = 0; i < CHUNK * G; i += 32) fetch((const uint8_t *)(scales + CHUNK * G + i));
+}
+
 // Attend with a tile of rows to the tokens of a chunk.
 INLINE void attend_tile(const Attention *a, Room *room, const Queries *tile, const Chunk *chunk, int rows, int key_bits,
                         int value_bits, int64_t first_row, int64_t skipped, int64_t count, const uint8_t *mask,
                         int64_t mask_index, float *out, float *tops, float *totals) {
     int64_t K = stored_columns(a->key_columns), V = stored_columns(a->value_columns);
     int64_t padded = round_up(count, BLOCK), G = groups_of_token(value_bits, V);
-    // The first tile finds the codes in memory, and the others in a cache.
-    const uint8_t *values_ahead = first_row || key_bits != value_bits ? NULL : chunk->values;
+    // The first tile fetches the codes of the next chunk for all tiles.
     const uint8_t *keys_ahead = first_row ? NULL : chunk->keys + CHUNK / BLOCK * block_bytes(key_bits, K);
-    score(tile, rows, key_bits, K, chunk->keys, chunk->key_scales, padded, a->scaling, values_ahead, room->scores);
+    const uint8_t *values_ahead = first_row ? NULL : chunk->values + CHUNK / BLOCK * block_bytes(value_bits, V);
+    if (first_row == 0) fetch_scales(chunk->key_scales, groups_of_token(key_bits, K));
+    if (first_row == 0) fetch_scales(chunk->value_scales, G);
+    score(room, tile, rows, key_bits, K, chunk->keys, chunk->key_scales, padded, a->scaling, keys_ahead);
     EACH(row, rows) {
         int64_t index = (first_row + row) / a->rows * a->mask_head + (first_row + row) % a->rows * a->mask_row;
-        mask_scores(a, mask, mask_index + index, skipped, count, room->scores + row * CHUNK);
-        add_exponentials(room->scores + row * CHUNK, V, tops + row, totals + row, out + row * V);
+        float *scores = room->scores + row * CHUNK;
+        mask_scores(a, mask, mask_index + index, skipped, count, scores, room->largest + row);
+        add_exponentials(scores, room->largest[row], V, tops + row, totals + row, out + row * V);
     }
     for (int64_t column = 0; column < V; column += STEP * LANES) {
         int64_t g = G == 1 ? 0 : column / 32;
-        if (column == 0 || (G > 1 && column % 32 == 0))
-            EACH(row, rows) write_probabilities(room, row, value_bits, chunk->value_scales + g * BLOCK, G, padded);
-        add_values(room, rows, value_bits, V, chunk->values, padded, column, keys_ahead, out);
+        if (column == 0 || (G > 1 && column % 32 == 0)) {
+            load_value_scales(room, chunk->value_scales + g * BLOCK, G, skipped, padded);
+            EACH(row, rows) write_probabilities(room, row, value_bits);
+        }
+        add_values(room, rows, value_bits, V, chunk->values, padded, column, values_ahead, out);
     }
 }
 
@@ -431,15 +478,15 @@ static int64_t sums_bytes(const Attention *a) {
 }
 // The tokens of a head are parted where there are fewer heads than threads.
 static int64_t parts_of(const Attention *a) {
-    int64_t heads = a->batch * a->heads, wanted = (a->threads + heads - 1) / heads;
+    int64_t heads = a->batch * a->heads, wanted = heads ? (a->threads + heads - 1) / heads : 1;
     int64_t most = (a->end - a->first + PART - 1) / PART;
     return wanted < 1 ? 1 : most < 1 ? 1 : least(wanted, most);
 }
 
 static Room room_at(const Attention *a, char *memory) {
     Room room = {.scores = (float *)memory};
-    room.integers = (int32_t *)(room.scores + TILE * CHUNK);
-    room.digits = (int8_t *)(room.integers + CHUNK);
+    room.scales = room.scores + TILE * CHUNK;
+    room.digits = (int8_t *)(room.scales + CHUNK);
     room.tiles = (Queries *)(room.digits + TILE * DIGITS * CHUNK);
     int64_t D = stored_columns(a->key_columns), tiles = tiles_of(a);
     char *at = (char *)room.tiles + tiles * round_up(sizeof(Queries), ALIGNMENT);
