@@ -72,8 +72,8 @@ def import_directory(
 
     Args:
         source: Directory or Hub id of a model in a layout of compressed-tensors, GPTQ, AWQ, AutoRound, bitsandbytes,
-            MLX, HQQ, ModelOpt, Quanto, torchao, or Transformers' own MXFP4 and float8; or of GGUF files; or one file
-            of these.
+            MLX, HQQ, ModelOpt, Quanto, torchao, or Transformers' own MXFP4, float8, BitNet and Gemma; or of GGUF
+            files; or one file of these.
         out: A new or empty directory.
         file: For GGUF, the name or a pattern of the one file to read, such as `"*Q4_K_M*"`; None if there is one alone.
         base_model: For GGUF, a directory or Hub id whose configuration and tokenizer to take; None for those beside the

@@ -348,7 +348,7 @@ def test_what_no_format_holds_exactly_is_refused(layout: Layout, message: str, s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("described", [None, "gptq", {}, {"quant_method": "vptq"}, {"quant_method": ["gptq"]}])
+@pytest.mark.parametrize("described", [None, "gptq", {}, {"quant_method": "other"}, {"quant_method": ["gptq"]}])
 def test_other_descriptions_are_refused(described: object, source: Path, out: Path) -> None:
     write_model(source, Layout({}, gptq().write))
     file = source / "config.json"

@@ -10,8 +10,10 @@ import torch
 from imports.number_writers import LAYOUTS
 from imports.writers import METADATA, Tensors, gptq
 from torch import Tensor
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from hf_trainweights.errors import CorruptFileError, UnsupportedError
+from hf_trainweights.imports import layouts
 from hf_trainweights.imports.layouts import layout_of
 from hf_trainweights.imports.layouts.weights import float8_weight
 from hf_trainweights.models.loading.saved_models import check_config
@@ -213,3 +215,42 @@ def test_packed_weights_of_torchao_that_no_format_holds_are_refused(kind: str, t
     layout = layout_of({"quant_method": "torchao"}, {"m.weight": json.dumps(described)}, SHAPES)
     with pytest.raises((UnsupportedError, CorruptFileError), match=message):
         layout.read("m", tensors)
+
+
+def test_each_method_of_transformers_is_read_or_refused_with_a_reason() -> None:
+    # Plugins, as this package is one, add methods of their own.
+    known = {name for name, cls in AUTO_QUANTIZER_MAPPING.items() if cls.__module__.startswith("transformers.")}
+    methods = {name.removesuffix("_4bit").removesuffix("_8bit") for name in known}
+    assert methods <= layouts.LAYOUTS.keys() | layouts.REFUSED.keys()
+    assert not layouts.LAYOUTS.keys() & layouts.REFUSED.keys()
+
+
+@pytest.mark.parametrize("method", layouts.REFUSED)
+def test_a_method_that_is_not_read_is_refused_by_name(method: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"quant_method: expected .* found {method}: "):
+        layout_of({"quant_method": method}, {}, SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"use_rms_norm": True}, "use_rms_norm: expected layers that are products alone"),
+        ({"linear_class": "autobitlinear", "quantization_mode": "online"}, "found 'online'"),
+    ],
+)
+def test_layers_of_bitnet_that_compute_more_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        layout_of({"quant_method": "bitnet", **settings}, {}, SHAPES)
+
+
+def test_embeddings_of_gemma_are_read_with_scales_of_groups_and_without_those_of_activations() -> None:
+    from transformers.integrations.gemma_quant import QuantizedEmbedding
+
+    peer = QuantizedEmbedding(160, 64, torch.float32, num_bits=4)
+    peer.embedding_quantized.data = torch.randint(256, (160, 32), dtype=torch.uint8)
+    peer.embedding_scale.data = torch.rand(160, 2)
+    tensors = {name: tensor.data for name, tensor in peer.named_parameters()}
+    tensors["input_activation_scale"] = torch.tensor(0.5)
+    weight = layout_of({"quant_method": "gemma"}, {}, SHAPES).read("m", tensors)
+    assert weight is not None
+    assert torch.equal(weight.dequantize(torch.float32), peer.weight)

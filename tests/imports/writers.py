@@ -198,6 +198,34 @@ def _bitsandbytes(weight: Tensor) -> tuple[Tensors, Tensor]:
     return {"weight": codes, "SCB": largest, "weight_format": order}, codes * (largest / 127)[:, None]
 
 
+def bitnet(**settings: Any) -> Layout:
+    def write(weight: Tensor) -> tuple[Tensors, Tensor]:
+        from transformers.integrations.bitnet import pack_weights
+
+        scale = (1 / weight.float().abs().mean()).to(weight.dtype).view(1)
+        codes = (weight.float() * scale.float()).round().clamp(-1, 1)
+        tensors = {"weight": pack_weights(codes.clone()), "weight_scale": scale}
+        multiplies = settings.get("linear_class") == "autobitlinear"
+        return tensors, codes * (scale.float() if multiplies else 1 / scale.float())
+
+    return Layout({"quant_method": "bitnet", **settings}, write)
+
+
+def gemma(bits: int) -> Layout:
+    def write(weight: Tensor) -> tuple[Tensors, Tensor]:
+        from transformers.integrations.gemma_quant import QuantizedLinear
+
+        codes, scale = codes_and_scale(weight.float(), bits, None)
+        unsigned, fields = codes.int() + 2 ** (bits - 1), 8 // bits
+        shifted = unsigned.unflatten(1, (-1, fields)) << torch.arange(0, 8, bits)
+        peer = QuantizedLinear(weight.shape[1], weight.shape[0], num_bits=bits)
+        peer.weight.data = codes if bits == 8 else shifted.sum(-1).to(torch.uint8)
+        peer.weight_scale.data = scale
+        return {"weight": peer.weight.data, "weight_scale": scale}, peer._dequantize_weights()
+
+    return Layout({"quant_method": "gemma", "num_bits": bits}, write)
+
+
 def _torchao(weight: Tensor) -> tuple[Tensors, Tensor]:
     codes, scale = codes_and_scale(weight, 8, 32)
     tensors = {"_weight_qdata": codes, "_weight_scale": scale, "_weight_zero_point": torch.zeros_like(codes[:, :2])}
@@ -255,6 +283,9 @@ INTEGER_LAYOUTS = {
     "fbgemm": float8("fbgemm_fp8", "weight_scale", "row"),
     "bitsandbytes": Layout({"quant_method": "bitsandbytes", "load_in_8bit": True}, _bitsandbytes),
     "torchao": Layout({"quant_method": "torchao"}, _torchao),
+    "bitnet": bitnet(),
+    "bitnet-multiplied": bitnet(linear_class="autobitlinear"),
+    **{f"gemma-{bits}-bits": gemma(bits) for bits in (2, 4, 8)},
 }
 _TORCHAO = {"_type": "Int8Tensor", "_data": {"block_size": [1, 32]}, "_tensor_data_names": ["qdata", "zero_point"]}
 # What the header of a torchao file says of the module `m`.

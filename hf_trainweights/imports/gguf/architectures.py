@@ -30,6 +30,7 @@ _READABLE = ARCHITECTURES | {
     "SmolLM3ForCausalLM": Architecture(gguf.MODEL_ARCH.SMOLLM3, interleaved=True),
     "ArceeForCausalLM": Architecture(gguf.MODEL_ARCH.ARCEE, interleaved=True),
     "OlmoForCausalLM": Architecture(gguf.MODEL_ARCH.OLMO, interleaved=True),
+    "Olmo3ForCausalLM": Architecture(gguf.MODEL_ARCH.OLMO2, slides=True, ropes=("default", "yarn")),
     "OlmoeForCausalLM": Architecture(gguf.MODEL_ARCH.OLMOE),
     "SeedOssForCausalLM": Architecture(gguf.MODEL_ARCH.SEED_OSS),
     "Exaone4ForCausalLM": Architecture(gguf.MODEL_ARCH.EXAONE4, slides=True),

@@ -155,6 +155,8 @@ class _Settings:
             # In T5 the first layer alone has a bias for distances, in UMT5 each has one.
             is_umt5 = "enc.blk.1.attn_rel_b.weight" in self._file.tensors
             names = [name for name in names if name.startswith("UMT5") == is_umt5]
+        elif self._name == "olmo2":
+            names = ["Olmo3ForCausalLM" if self._number("attention.sliding_window") else "Olmo2ForCausalLM"]
         elif self._file.metadata.get("mamba.ssm.dt_b_c_rms") is True:
             names = []  # Falcon Mamba, whose norms add another number in llama.cpp than in Transformers
         if not names or not READABLE[names[0]].described:
@@ -282,7 +284,8 @@ class _Settings:
             rope["partial_rotary_factor"] = turned / head_size
         kind = self._file.text(f"{self._name}.rope.scaling.type")
         factors = {name: self._file.tensors.get(f"rope_factors_{name}.weight") for name in ("short", "long")}
-        of_class = getattr(self._default, "rope_parameters", None) or {}
+        by_kind = getattr(self._default, "rope_parameters", None) or {}
+        of_class = by_kind.get("full_attention", by_kind)
         if kind == of_class.get("rope_type"):
             rope = {**of_class, **rope}
         if kind in ("linear", "yarn"):
@@ -298,9 +301,13 @@ class _Settings:
             rope |= {"original_max_position_embeddings": self._number("rope.scaling.original_context_length")}
         elif "rope_freqs.weight" in self._file.tensors:
             rope |= self._llama3(rope["rope_theta"], turned)
-        if "sliding_attention" not in of_class:
+        if "sliding_attention" not in by_kind:
             return rope
-        theta = self._number("rope.freq_base_swa") or of_class["sliding_attention"]["rope_theta"]
+        built_in = by_kind["sliding_attention"]["rope_theta"]
+        # If the class has one number for all layers, so has the file.
+        theta = self._number("rope.freq_base_swa") or (
+            rope["rope_theta"] if built_in == of_class["rope_theta"] else built_in
+        )
         return {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": theta}}
 
     def _llama3(self, theta: float, turned: int) -> dict[str, Any]:

@@ -186,6 +186,31 @@ static inline __attribute__((always_inline)) Integers load_planes(const uint8_t 
     return (Integers)codes;
 }
 
+// Load the planes of 4, 2 and 1 bits of 64 columns. 16 bytes of each belong to 32 columns, so the words of a plane of 2
+// bits stand there twice, and those of one bit four times.
+static inline __attribute__((always_inline)) void load_planes_apart(const uint8_t *from, int bits, Integers planes[3]) {
+    const uint8_t *next = from + 4 * bits;  // of the other 32 columns
+    if (bits & 4) {
+        __m128i high = _mm_loadu_si128((const __m128i *)next);
+        planes[0] = (Integers)_mm256_set_m128i(high, _mm_loadu_si128((const __m128i *)from));
+    }
+    if (bits & 2) {
+        int64_t low, high;
+        memcpy(&low, from + (bits & 4) * 4, 8);
+        memcpy(&high, next + (bits & 4) * 4, 8);
+        planes[1] = (Integers)_mm256_setr_epi64x(low, low, high, high);
+    }
+    if (bits & 1) {
+        int32_t low, high;
+        memcpy(&low, from + (bits & 6) * 4, 4);
+        memcpy(&high, next + (bits & 6) * 4, 4);
+        planes[2] = (Integers)_mm256_set_m128i(_mm_set1_epi32(high), _mm_set1_epi32(low));
+    }
+}
+
+// Return the bits of `a` where a mask has ones, else those of `b`.
+static inline Integers selected(Integers mask, Integers a, Integers b) { return (a & mask) | (b & ~mask); }
+
 // Return the bytes of one half of a vector as numbers of 16 bits; all are below 128.
 static inline Words widen_half(Integers bytes, int half) {
     __m256i all = (__m256i)bytes;

@@ -94,6 +94,13 @@ static inline void store_floats(void *to, int dtype, int64_t index, int64_t coun
     _mm256_mask_storeu_epi16((uint16_t *)to + index, mask, half);
 }
 
+// Store eight floats to each of two places.
+static inline void store_halves(Floats values, float *first, float *second) {
+    __m512i bits = _mm512_castps_si512(values);
+    _mm256_storeu_si256((__m256i *)first, _mm512_castsi512_si256(bits));
+    _mm256_storeu_si256((__m256i *)second, _mm512_extracti64x4_epi64(bits, 1));
+}
+
 // Load `count` bytes, and zeros behind them.
 static inline Integers load_bytes(const uint8_t *from, int64_t count) {
     return (Integers)_mm512_maskz_loadu_epi8(count >= BYTES ? ~0ull : (1ull << count) - 1, from);
@@ -137,6 +144,26 @@ static inline __attribute__((always_inline)) Integers load_planes(const uint8_t 
         codes = _mm512_or_si512(codes, _mm512_slli_epi16(_mm512_and_si512(both, _mm512_set1_epi8(1)), bits & 6));
     }
     return (Integers)codes;
+}
+
+// Load the planes of 4, 2 and 1 bits of 128 columns. 16 bytes of each belong to 32 columns, so the words of a plane of 2
+// bits stand there twice, and those of one bit four times.
+static inline __attribute__((always_inline)) void load_planes_apart(const uint8_t *from, int bits, Integers planes[3]) {
+    const Integers first = (lane_numbers() >> 2) * all_integers(bits), lane = lane_numbers() & all_integers(3);
+    const __m512i fours = (__m512i)(first + lane), ones = (__m512i)(first + all_integers(bits & 6));
+    const __m512i twos = (__m512i)(first + (lane & all_integers(1)) + all_integers(bits & 4));
+    __m512i head = (__m512i)loaded_once(load_bytes(from, 16 * bits)), tail = head;
+    if (bits == 5) tail = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(from + BYTES)));
+    if (bits == 6) tail = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)(from + BYTES)));
+    if (bits > 4) tail = (__m512i)loaded_once((Integers)tail);
+    if (bits & 4) planes[0] = (Integers)_mm512_permutex2var_epi32(head, fours, tail);
+    if (bits & 2) planes[1] = (Integers)_mm512_permutex2var_epi32(head, twos, tail);
+    if (bits & 1) planes[2] = (Integers)_mm512_permutex2var_epi32(head, ones, tail);
+}
+
+// Return the bits of `a` where a mask has ones, else those of `b`.
+static inline Integers selected(Integers mask, Integers a, Integers b) {
+    return (Integers)_mm512_ternarylogic_epi32((__m512i)mask, (__m512i)a, (__m512i)b, 0xca);
 }
 
 // Return the unsigned bytes of a quarter of a vector as 32-bit numbers.

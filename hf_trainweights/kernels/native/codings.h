@@ -26,93 +26,98 @@ static inline int has_offsets(const Weight *w) { return w->offset == BIAS || w->
 // The floats of each array of `Groups`.
 static inline int64_t groups_length(int64_t G) { return round_up(G, LANES) + LANES; }
 
-// Write (byte - less) * factor for each of the eight bytes of a word.
-static inline __attribute__((always_inline)) void write_octets(uint64_t octets, int less, float factor, float *to) {
-#ifdef __AVX2__
-    __m256i integers = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)octets));
-    integers = _mm256_sub_epi32(integers, _mm256_set1_epi32(less));
-    _mm256_storeu_ps(to, _mm256_mul_ps(_mm256_cvtepi32_ps(integers), _mm256_set1_ps(factor)));
-#else
-    for (int i = 0; i < 8; i++) to[i] = (float)((int)(octets >> (8 * i) & 255) - less) * factor;
-#endif
+// Return a vector of integers that repeats four.
+static inline __attribute__((always_inline)) Integers for_words(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    const uint32_t words[4] = {a, b, c, d};
+    Integers repeated = all_integers(0);
+    _Pragma("GCC unroll 16") for (int i = 0; i < LANES; i++) repeated[i] = (int32_t)words[i % 4];
+    return repeated;
 }
 
-// Load 4, 6 or 8 bytes. A larger load of what smaller stores have written would wait for them.
-static inline __attribute__((always_inline)) uint64_t load_word(const uint8_t *from, int bytes) {
-    uint64_t word;
-    uint32_t half;
-    uint16_t quarter;
-    if (bytes == 8) {
-        memcpy(&word, from, 8);
-        return word;
-    }
-    memcpy(&half, from, 4);
-    if (bytes == 4) return half;
-    memcpy(&quarter, from + 4, 2);
-    return half | (uint64_t)quarter << 32;
+// Shift each word of the bytes of superblocks right, by `shift`, and keep the bits of a mask. Three words of the file
+// belong to 16 bytes of the result, and `word` has the number of the one to take.
+static inline __attribute__((always_inline)) Integers words_of(Integers bytes, Integers word, Integers shift,
+                                                               Integers mask) {
+    typedef uint32_t Unsigned __attribute__((vector_size(BYTES)));
+    Integers from = (lane_numbers() >> 2) * all_integers(3) + word;
+    return (Integers)((Unsigned)permuted((Floats)bytes, from) >> (Unsigned)shift) & mask;
 }
 
-// A word of eight bytes that all are VALUE.
-#define EACH_OCTET(VALUE) (0x0101010101010101ull * (VALUE))
+// The superblocks whose integer scales, or scales and minima, fill a vector of bytes.
+#define SUPERBLOCKS_OF(CODING) (BYTES / ((CODING) == IQ4_XS ? 8 : 16))
 
-// Move the eight lowest numbers of 4 bits, or of 2 bits, to a byte each.
-static inline uint64_t spread_fours(uint64_t word) {
-    word = (word | word << 16) & 0x0000ffff0000ffffull;
-    word = (word | word << 8) & 0x00ff00ff00ff00ffull;
-    return (word | word << 4) & EACH_OCTET(15);
-}
-static inline uint64_t spread_twos(uint64_t word) {
-    word = (word | word << 24) & 0x000000ff000000ffull;
-    word = (word | word << 12) & 0x000f000f000f000full;
-    return (word | word << 6) & EACH_OCTET(3);
-}
-
-// Return fields of 2 bits of the bytes of a word of 32 bits: those from bit `start` on, and behind them the next ones.
-static inline uint64_t twos_of(uint64_t word, int start) {
-    return (word >> start & 0x03030303) | (word >> (start + 2) & 0x03030303) << 32;
-}
-
-// The integer scales and minima of the groups of a superblock, a byte each. A superblock of eight groups fills the
-// first words alone, one of sixteen groups both.
-typedef struct {
-    uint64_t scales[2], minima[2];
-} Superblock;
-
-static inline __attribute__((always_inline)) Superblock unpack_superblock(const uint8_t *from, int coding) {
-    const uint64_t fours = EACH_OCTET(15), sixes = 0x3f3f3f3f;
-    const int last = coding == K4 || coding == K3 ? 4 : 8;
-    uint64_t words[2];
-    if (coding == IQ4_XS) words[0] = load_word(from, 6), words[1] = 0;
-    else words[0] = load_word(from, 8), words[1] = load_word(from + 8, last);
-    uint64_t first = words[0] & 0xffffffff, second = words[0] >> 32, low = words[1] & 0x0f0f0f0f;
-    if (coding == K4) {
-        uint64_t high = words[1] >> 4 & 0x0f0f0f0f;
-        return (Superblock){.scales = {(first & sixes) | (low | (first >> 6 & 0x03030303) << 4) << 32},
-                            .minima = {(second & sixes) | (high | (second >> 6 & 0x03030303) << 4) << 32}};
-    }
-    if (coding == K2)
-        return (Superblock){.scales = {words[0] & fours, words[1] & fours},
-                            .minima = {words[0] >> 4 & fours, words[1] >> 4 & fours}};
+// Return the integer scales of the groups of SUPERBLOCKS_OF(coding) superblocks, a byte each. Those of K4 have eight
+// scales before eight minima, and K2 keeps its minima in the high halves of the same bytes.
+static inline __attribute__((always_inline)) Integers unpack_superblocks(Integers bytes, int coding) {
+    const Integers four = all_bytes(0x0f);
+    if (coding == K4)
+        return words_of(bytes, for_words(0, 0, 1, 1), for_words(0, 2, 0, 2),
+                        for_words(0x3f3f3f3f, 0x30303030, 0x3f3f3f3f, 0x30303030)) |
+               words_of(bytes, all_integers(2), for_words(0, 0, 0, 4), for_words(0, 0x0f0f0f0f, 0, 0x0f0f0f0f));
     if (coding == K3)
-        return (Superblock){.scales = {(words[0] & fours) | twos_of(words[1], 0) << 4,
-                                       (words[0] >> 4 & fours) | twos_of(words[1], 4) << 4}};
-    if (coding == K6) return (Superblock){.scales = {words[0] ^ EACH_OCTET(128), words[1] ^ EACH_OCTET(128)}};
-    return (Superblock){.scales = {spread_fours(words[0] >> 16 & 0xffffffff) | spread_twos(words[0] & 0xffff) << 4}};
+        return words_of(bytes, for_words(0, 1, 0, 1), for_words(0, 0, 4, 4), four) |
+               words_of(bytes, all_integers(2), for_words(0, 2, 4, 6), all_bytes(3)) << 4;
+    if (coding == K2) return bytes & four;
+    // `widen_bytes` takes bytes without a sign where BYTE_OFFSET is 128.
+    if (coding == K6) return bytes ^ all_bytes(BYTE_OFFSET);
+    // Numbers of 4 and of 2 bits move to a byte each. 12 bytes of the file are two superblocks.
+    Integers fours = words_of(bytes, for_words(0, 1, 2, 2), for_words(16, 0, 0, 16), all_integers(0xffff));
+    Integers twos = words_of(bytes, for_words(0, 0, 1, 1), for_words(0, 8, 16, 24), all_integers(0xff));
+    fours = (fours | fours << 8) & all_integers(0x00ff00ff);
+    twos = (twos | twos << 12) & all_integers(0x000f000f);
+    return ((fours | fours << 4) & four) | ((twos | twos << 6) & all_bytes(3)) << 4;
 }
 
+// Write (number - less) * factor for the first `count` * 16 bytes of a vector. Each 16 have one of the factors, which are
+// `apart` from each other.
+static inline __attribute__((always_inline)) void write_sixteens(Integers bytes, int64_t count, int less, int64_t apart,
+                                                                const float *factor, float *to) {
+    for (int i = 0; i < 4 && i * LANES < 16 * count; i++)
+        *(Floats *)(to + i * LANES) =
+            to_floats(widen_bytes(bytes, i) - all_integers(less)) * all_floats(factor[i * LANES / 16 * apart]);
+}
+
+// Write them where each eight bytes have a factor of their own. Every second eight go to `seconds` if there is such an
+// array.
+static inline __attribute__((always_inline)) void write_eights(Integers bytes, int64_t count, int less,
+                                                               const float *factor, float *to, float *seconds) {
+    for (int i = 0; i < 4 && i * LANES < 16 * count; i++) {
+        int eight = i * LANES / 8;
+        Floats factors = LANES < 16 ? all_floats(factor[eight]) : permuted_four(factor + eight, lane_numbers() >> 3);
+        Floats numbers = to_floats(widen_bytes(bytes, i) - all_integers(less)) * factors;
+        float *own = to + 8 * eight, *other = own + 8;
+        if (seconds) own = (eight % 2 ? seconds : to) + 8 * (eight / 2), other = seconds + 8 * (eight / 2);
+#if LANES == 16
+        store_halves(numbers, own, other);
+#else
+        (void)other;
+        *(Floats *)(own + i * LANES % 8) = numbers;
+#endif
+    }
+}
+
+// Write the scales of a row, and its minima. The memory for zero points, which such rows do not have, holds the factors
+// of the superblocks.
 static inline __attribute__((always_inline)) void write_superblocks(const Product *p, int64_t n, Groups to,
                                                                     int coding) {
-    const int eights = coding == K4 || coding == IQ4_XS ? 1 : 2, has_minima = coding == K4 || coding == K2;
-    const int less = coding == K6 ? 128 : has_minima ? 0 : 32;
-    const int64_t octets = coding == IQ4_XS ? 6 : coding == K4 || coding == K3 ? 12 : 16;
-    int64_t blocks = p->weight.K / SUPERBLOCK, first = n * blocks;
-    for (int64_t b = 0; b < blocks; b++) {
-        Superblock integers = unpack_superblock(p->group_scale + (first + b) * octets, coding);
-        Floats factors = load_floats(p->scale, FLOAT16, (first + b) * (has_minima ? 2 : 1), has_minima ? 2 : 1);
-        for (int i = 0; i < eights; i++) {
-            write_octets(integers.scales[i], less, factors[0], to.scale + 8 * (eights * b + i));
-            if (has_minima) write_octets(integers.minima[i], 0, -factors[1], to.offset + 8 * (eights * b + i));
-        }
+    const int has_minima = coding == K4 || coding == K2, less = coding == K6 ? BYTE_OFFSET : has_minima ? 0 : 32;
+    const int64_t octets = coding == IQ4_XS ? 6 : coding == K4 || coding == K3 ? 12 : 16, each = has_minima ? 2 : 1;
+    const int64_t blocks = p->weight.K / SUPERBLOCK, groups = coding == K4 || coding == IQ4_XS ? 8 : 16;
+    const uint8_t *from = p->group_scale + n * blocks * octets, *end = p->group_scale + p->weight.N * blocks * octets;
+    float *factor = to.zero;
+    copy_as_float32(p->scale, FLOAT16, n * blocks * each, blocks * each, round_up(blocks * each, LANES), factor);
+    // Minima are subtracted.
+    if (has_minima)
+        for (int64_t b = 0; b < blocks * 2; b += LANES)
+            *(Floats *)(factor + b) = (Floats)(*(Integers *)(factor + b) ^ (lane_numbers() << 31));
+    for (int64_t b = 0; b < blocks; b += SUPERBLOCKS_OF(coding), from += SUPERBLOCKS_OF(coding) * octets) {
+        Integers bytes = load_bytes(from, end - from), numbers = unpack_superblocks(bytes, coding);
+        float *scale = to.scale + b * groups, *offset = to.offset + b * groups;
+        int64_t left = blocks - b;
+        if (coding == K4) write_eights(numbers, left, less, factor + 2 * b, scale, offset);
+        else if (coding == IQ4_XS) write_eights(numbers, (left + 1) / 2, less, factor + b, scale, NULL);
+        else write_sixteens(numbers, left, less, each, factor + each * b, scale);
+        if (coding == K2) write_sixteens(bytes >> 4 & all_bytes(0x0f), left, 0, each, factor + each * b + 1, offset);
     }
 }
 
@@ -136,11 +141,17 @@ static inline void write_float8_scales(const Product *p, int64_t n, int64_t G, f
     }
 }
 
-static inline void write_nested(const Product *p, int64_t n, int64_t G, float *to) {
+static inline __attribute__((always_inline)) void write_nested(const Product *p, int64_t n, int64_t G, float *to) {
     const uint8_t *codes = (const uint8_t *)p->scale + n * G;
     const float *outer = p->outer_scale + n * p->weight.outer_count;
     int64_t last = p->weight.outer_count - 1, end;
-    for (int64_t g = 0; g < G; g++) to[g] = p->nested_values[codes[g]];
+    int64_t begun = 0;
+    for (; begun + 8 <= G; begun += 8) {
+        uint64_t eight;
+        memcpy(&eight, codes + begun, 8);
+        _Pragma("GCC unroll 8") for (int i = 0; i < 8; i++) to[begun + i] = p->nested_values[eight >> (8 * i) & 255];
+    }
+    for (; begun < G; begun++) to[begun] = p->nested_values[codes[begun]];
     for (int64_t g = 0; g < G; g = end) {
         // A phase of a damaged file could lead behind the outer scales.
         int64_t run = (g + p->phase[n]) / OUTER_GROUPS;
@@ -152,32 +163,42 @@ static inline void write_nested(const Product *p, int64_t n, int64_t G, float *t
     }
 }
 
-static inline void write_zeros(const Product *p, int64_t n, int64_t G, float *to) {
+// Write the codes of packed zero points, of any number of bits.
+static inline void write_packed(const uint8_t *packed, int64_t packed_bytes, int64_t G, int bits, float *to) {
+    for (int64_t g = 0, from = 0; g < G; g += 8, from += bits) {
+        uint64_t word = 0;
+        memcpy(&word, packed + from, least(8, packed_bytes - from));
+        for (int64_t i = 0; i < least(8, G - g); i++) to[g + i] = (float)(word >> (i * bits) & ((1u << bits) - 1));
+    }
+}
+
+static inline __attribute__((always_inline)) void write_zeros(const Product *p, int64_t n, int64_t G, float *to) {
     const Weight *w = &p->weight;
-    int added = w->offset == ZERO_POINT_MINUS_1, bits = w->zero_bits;
+    int bits = w->zero_bits;
     int64_t packed_bytes = (G * bits + 7) / 8;
     const uint8_t *packed = p->zero_point + n * packed_bytes;
     if (w->offset == FIXED_ZERO)
         for (int64_t g = 0; g < G; g++) to[g] = (float)(1 << (w->bits - 1));
     else if (w->offset == FLOAT_ZERO_POINT)
         copy_as_float32(p->zero_point, w->scale_dtype, n * G, G, round_up(G, LANES), to);
-    else
-        for (int64_t g = 0, from = 0; g < G; g += 8, from += bits) {
-            int64_t left = (p->weight.N - n) * packed_bytes - from;
-            uint64_t word = 0, octets = 0;
-            float eight[8];
-            if (left >= 8) word = load_word(packed + from, 8);
-            else memcpy(&word, packed + from, left);
-            if (bits == 8) octets = word;
-            else if (bits == 4) octets = spread_fours(word & 0xffffffff);
-            else
-                for (int i = 0; i < 8; i++) octets |= (word >> (i * bits) & ((1u << bits) - 1)) << (8 * i);
-            write_octets(octets, -added, 1, G - g < 8 ? eight : to + g);
-            if (G - g < 8) memcpy(to + g, eight, 4 * (G - g));
+    else {
+        float added = w->offset == ZERO_POINT_MINUS_1 ? 1 : 0;
+        if (bits != 4 && bits != 8) write_packed(packed, packed_bytes, G, bits, to);
+        for (int64_t g = 0; g < G && (bits == 4 || bits == 8); g += BYTES) {
+            // Where vectors widen bytes with a sign, they are written less 128.
+            int flipped = 128 - BYTE_OFFSET;
+            Integers bytes = bits == 4 ? load_nibbles(packed + g / 2, round_up(G - g, 2)) : load_bytes(packed + g, G - g);
+            bytes ^= all_bytes(flipped);
+            for (int i = 0; i < 4; i++)
+                store_floats(to, FLOAT32, g + i * LANES, G - g - i * LANES,
+                             to_floats(widen_bytes(bytes, i) + all_integers(flipped)));
         }
+        for (int64_t g = 0; g < G; g++) to[g] += added;
+    }
 }
 
-static inline void write_scales_of_coding(const Product *p, int64_t n, int64_t G, Groups to) {
+static inline __attribute__((always_inline)) void write_scales_of_coding(const Product *p, int64_t n, int64_t G,
+                                                                         Groups to) {
     switch (p->weight.coding) {
         case PLAIN: copy_as_float32(p->scale, p->weight.scale_dtype, n * G, G, round_up(G, LANES), to.scale); break;
         case E8M0: write_powers((const uint8_t *)p->scale + n * G, G, to.scale); break;
@@ -192,13 +213,18 @@ static inline void write_scales_of_coding(const Product *p, int64_t n, int64_t G
     }
 }
 
-// Write the numbers of the groups of row n.
-static inline void write_groups(const Product *p, int64_t n, Groups to) {
-    int64_t G = coded_groups(p);
-    write_scales_of_coding(p, n, G, to);
+// Write the zero points or the offsets of row n, if it has any.
+static inline __attribute__((always_inline)) void write_offsets(const Product *p, int64_t n, int64_t G, Groups to) {
     if (has_zeros(&p->weight)) write_zeros(p, n, G, to.zero);
     if (p->weight.offset == BIAS)
         copy_as_float32(p->zero_point, p->weight.scale_dtype, n * G, G, round_up(G, LANES), to.offset);
+}
+
+// Write the numbers of the groups of row n.
+static inline __attribute__((always_inline)) void write_groups(const Product *p, int64_t n, Groups to) {
+    int64_t G = coded_groups(p);
+    write_scales_of_coding(p, n, G, to);
+    write_offsets(p, n, G, to);
 }
 
 // Return an intermediate result as the next operation gets it.

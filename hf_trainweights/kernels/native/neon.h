@@ -130,6 +130,21 @@ static inline __attribute__((always_inline)) Integers load_planes(const uint8_t 
     return codes;
 }
 
+// Load the planes of 4, 2 and 1 bits of 32 columns. Words of a plane of 2 bits stand there twice, and those of one bit
+// four times.
+static inline __attribute__((always_inline)) void load_planes_apart(const uint8_t *from, int bits, Integers planes[3]) {
+    int64_t twos = 0;
+    int32_t ones = 0;
+    if (bits & 4) planes[0] = *(const Integers *)from;
+    if (bits & 2) memcpy(&twos, from + (bits & 4) * 4, 8);
+    if (bits & 1) memcpy(&ones, from + (bits & 6) * 4, 4);
+    planes[1] = (Integers)vdupq_n_s64(twos);
+    planes[2] = vdupq_n_s32(ones);
+}
+
+// Return the bits of `a` where a mask has ones, else those of `b`.
+static inline Integers selected(Integers mask, Integers a, Integers b) { return (a & mask) | (b & ~mask); }
+
 // Return the bytes of one half of a vector as numbers of 16 bits; all are below 128.
 static inline Words widen_half(Integers bytes, int half) {
     uint8x16_t all = (uint8x16_t)bytes;

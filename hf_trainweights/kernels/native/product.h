@@ -57,8 +57,11 @@ typedef struct {
     const float *table, *global_scale, *nested_values, *outer_scale, *nested_offset;
     const uint8_t *phase;
     int64_t repeats;   // if set, each stored scale is that of so many groups
-    int table_digits;  // of the values of the table, as bytes/table.h holds them
+    int table_digits;  // of the values of the table, as bytes/table.h holds them, or NO_DIGITS
 } Product;
+
+// Values of a table that are bfloat16.
+#define NO_DIGITS -1
 
 // The most stored tensors of a weight beside codes and scales.
 #define OTHERS 5

@@ -70,6 +70,11 @@ OF_LATENT |= {"value_length_mla": 32, "q_lora_rank": 64, "kv_lora_rank": 64, "ro
 OF_DEEPSEEK_V2 = {**OF_LATENT, "expert_gating_func": gguf.ExpertGatingFuncType.SOFTMAX, "expert_weights_scale": 1.0}
 OF_DEEPSEEK_V2 |= {"expert_weights_norm": False}
 FOUR_LAYERS: dict[str, Any] = {"num_hidden_layers": 4}
+THETAS: dict[str, Any] = {"sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+THETAS["full_attention"] = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+THETAS["full_attention"] |= {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 64}
+OLMO3_YARN = {**PLAIN, **FOUR_LAYERS, "sliding_window": 16, "rope_parameters": THETAS}
+OF_YARN = {"rope_scaling_type": gguf.RopeScalingType.YARN, "rope_scaling_factor": 4.0, "rope_scaling_orig_ctx_len": 64}
 
 # The class of a model, its configuration, and methods of the writer that describe it with their arguments.
 SPECS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -82,6 +87,8 @@ SPECS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "smollm3": ("SmolLM3ForCausalLM", {**TIED, **FOUR_LAYERS}, {}),
     "arcee": ("ArceeForCausalLM", PLAIN, {}),
     "olmo": ("OlmoForCausalLM", PLAIN, {"layer_norm_eps": 1e-5}),
+    "olmo3": ("Olmo3ForCausalLM", {**PLAIN, **FOUR_LAYERS, "sliding_window": 16}, {"sliding_window": 16}),
+    "olmo3_yarn": ("Olmo3ForCausalLM", OLMO3_YARN, {"sliding_window": 16, **OF_YARN}),
     "olmoe": (
         "OlmoeForCausalLM",
         {**PLAIN, "num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
@@ -217,7 +224,7 @@ def _settings(model: PreTrainedModel) -> dict[str, Any]:
         "head_count": heads,
         "head_count_kv": getattr(config, "num_key_value_heads", heads),
         "vocab_size": SIZE,
-        "rope_freq_base": float(config.rope_parameters["rope_theta"]),
+        "rope_freq_base": float(config.rope_parameters.get("full_attention", config.rope_parameters)["rope_theta"]),
         "key_length": head_size,
         "value_length": head_size,
         "rope_dimension_count": head_size,

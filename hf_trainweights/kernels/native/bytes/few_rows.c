@@ -1,19 +1,22 @@
 // Products of one to four rows of x with integer codes. Each row of the weight is read once, in one stream. A vector of
 // codes is multiplied with the digits of every token while it is in a register. A span is as many columns as have their
-// products added up as integers, before a scale multiplies the sum. A step is the columns of one vector of codes.
+// products added up as integers, before a scale multiplies the sum.
 #include "../codings.h"
 #include "digits.h"
-#include "integers.h"
+#include "steps.h"
 #include "table.h"
 
 typedef struct {
     float *token_scales;    // [M]
     Integers *offset_sums;  // [spans][M][digits]: -offset * the sum of the digits. Sums of products begin with it,
                             // because codes are too large by the offset
-    float *group_sums;      // [padded G / LANES][M][LANES]: the same for each group, as one number; for affine the sum
-                            // of the digits itself
-    Integers *digits;       // [steps][M][digits][halves]: for nibbles, the first half has the even columns of a step
+    float *group_sums;      // [padded G / LANES][M][LANES]: the same for each group, as one number; the sum of the
+                            // digits itself if groups have offsets
+    Integers *digits;       // [steps][M][digits][halves]: for nibbles, the first half has the even columns of a step,
+                            // for planes the even pieces
     Table table;            // of table4
+    int64_t stored_groups;  // of a row of a format of another program
+    int64_t scale_length;   // the floats that the scales of a row take in memory
 } Tokens;
 
 // So many rows of the weight are multiplied side by side if they have at most MOST_SUMS sums, which stay in registers.
@@ -24,18 +27,9 @@ typedef struct {
 // Up to HALVED_SUMS sums are each computed in two halves: a product waits some cycles for the sum before it, in which the
 // other half can begin. With a weight in the caches, one token takes a fifth less time, and a third less with AVX-VNNI.
 
-// The kinds of spans: a row with one scale, the groups within one step, a group of one or two steps, which the compiler
-// then knows, or of any number of steps.
-enum { WHOLE_ROW = -2, WITHIN = -1, SEVERAL = 0, ONE = 1, TWO = 2 };
-
-// Whether codes lie in planes (formats/planes.py), 32 columns together.
-#define IN_PLANES(KIND) ((KIND) & AFFINE_CODES && bits_of(KIND) != 4 && bits_of(KIND) != 8)
-// The columns of a step: the codes of so many fill a vector, or their bytes do if they lie in planes.
-#define COLUMNS_OF(KIND) (!IN_PLANES(KIND) ? BYTES * 8 / bits_of(KIND) : BYTES < 32 ? 32 : BYTES)
-#define STEP_BYTES(KIND) (COLUMNS_OF(KIND) * bits_of(KIND) / 8)
-#define MOST_STEP_BYTES (BYTES < 32 ? 32 : BYTES)
-// The vectors of digits that belong to the codes of a step, for each token and digit.
-#define HALVES_OF(KIND) (COLUMNS_OF(KIND) / BYTES)
+// The kinds of spans: a row with one scale, the groups within one step, each in both halves of its codes or in one of
+// them, a group of one or two steps, which the compiler then knows, or of any number of steps.
+enum { APART = -3, WHOLE_ROW = -2, WITHIN = -1, SEVERAL = 0, ONE = 1, TWO = 2 };
 
 static int64_t padded_length(const Product *p) { return round_up(p->weight.K, COLUMNS_OF(kind_of(p))); }
 static int64_t padded_groups(const Product *p) { return round_up(groups_of(p), LANES); }
@@ -51,7 +45,7 @@ static int64_t spans_of(const Product *p) { return padded_length(p) / span_colum
 static int span_of(const Product *p) {
     int64_t size = p->weight.group_size, step = COLUMNS_OF(kind_of(p));
     if (!size) return WHOLE_ROW;
-    if (p->weight.family) return WITHIN;
+    if (p->weight.family) return IN_PLANES(kind_of(p)) && size <= PIECE ? APART : WITHIN;
     if (size < step || (size == step && p->weight.bits == 8)) return WITHIN;
     return size == step ? ONE : size == 2 * step && p->weight.digits > 1 ? TWO : SEVERAL;
 }
@@ -60,6 +54,17 @@ static int span_of(const Product *p) {
 // each step, and is as exact while the sums of a group have no more digits than float32.
 static inline int has_group_sums(int kind, int digits) {
     return (kind == NIBBLES && digits < 3) || kind & AFFINE_CODES;
+}
+
+// Codes of affine with a fixed zero point are like nibbles; others have an offset for each group.
+static inline int has_offset_of_groups(const Product *p) {
+    return p->weight.family == AFFINE && p->weight.offset != FIXED_ZERO;
+}
+
+// Return the number that the sums of digits are multiplied by: less the offset of codes, or 1 if groups have theirs.
+static int32_t factor_of_sums(const Product *p) {
+    if (has_offset_of_groups(p)) return 1;
+    return p->weight.family == AFFINE ? -(1 << (p->weight.bits - 1)) : -offset_of(kind_of(p));
 }
 
 // A step has to hold whole groups. So a group of the file counts as `repeats` smaller ones that share its scale, each
@@ -72,6 +77,10 @@ int prepare_bytes(Product *p) {
     if (w->bits == 8 && !BYTE_OFFSET) return 0;
     p->table_digits = p->table ? table_of(p->table).digits : 1;
     if (p->table_digits == 0 || (p->table_digits == 2 && w->digits == 3)) return 0;
+#ifdef __AVX512BF16__
+    // One product of bfloat16 takes less time than three of digits.
+    if (p->table_digits == 2 && w->dtype == BFLOAT16) p->table_digits = NO_DIGITS;
+#endif
     // Zero points and offsets are subtracted from a sum that is many times as large, which costs float32 too many bits.
     if (w->family == AFFINE && w->digits == 3) return 0;
     w->group_size = least(divisor, COLUMNS_OF(kind_of(p)));
@@ -92,32 +101,9 @@ static Tokens tokens_at(const Product *p, int8_t *memory) {
     return tokens;
 }
 
-// Put the digits of even columns before those of odd ones, because low halves of bytes hold the codes of even columns.
-static void split_columns(Integers step[2]) {
-    int8_t digits[2 * BYTES], even[BYTES], odd[BYTES];
-    memcpy(digits, step, 2 * BYTES);
-    for (int i = 0; i < BYTES; i++) {
-        even[i] = digits[2 * i];
-        odd[i] = digits[2 * i + 1];
-    }
-    memcpy(step, even, BYTES);
-    memcpy(step + 1, odd, BYTES);
-}
-
-// Put even lanes before odd ones, so that each lane of both vectors holds an equal share of neighbouring columns.
-static inline __attribute__((always_inline)) void split_lanes(Integers step[2]) {
-    Integers even = step[0], odd = step[0];
-    _Pragma("GCC unroll 16") for (int i = 0; i < LANES; i++) {
-        even[i] = step[2 * i / LANES][2 * i % LANES];
-        odd[i] = step[2 * i / LANES][2 * i % LANES + 1];
-    }
-    step[0] = even;
-    step[1] = odd;
-}
-
-// Write the digits of a step of token m, and add the digits of each four columns to `sums`.
+// Write the digits of a step of token m, and add the digits of each four columns of a half to `sums`.
 static inline void write_step(const Product *p, const Tokens *tokens, int64_t m, int64_t k, Floats per_unit,
-                              Integers sums[3]) {
+                              Integers sums[2][3]) {
     const Weight *w = &p->weight;
     const char *x = (const char *)p->x + m * w->K * itemsize(w->dtype);
     int64_t columns = COLUMNS_OF(kind_of(p)), halves = HALVES_OF(kind_of(p)), digits = w->digits;
@@ -127,43 +113,66 @@ static inline void write_step(const Product *p, const Tokens *tokens, int64_t m,
         for (int d = 0; d < digits; d++) step[d * halves + half] = digit_vectors[d];
     }
     for (int d = 0; d < digits; d++) {
-        if (w->bits == 4) split_columns(step + d * halves);
-        else if (halves == 2) split_lanes(step + d * halves);
+        if (w->bits == 4) split_step(step + d * halves, 1);
+        else if (halves == 2) split_step(step + d * halves, PIECE);
         for (int half = 0; half < halves; half++)
-            sums[d] = add_products_of_bytes(sums[d], all_bytes(1), step[d * halves + half]);
+            sums[half][d] = add_products_of_bytes(sums[half][d], all_bytes(1), step[d * halves + half]);
     }
 }
 
-// Write the sums of token m over the groups of a span. The lanes of `sums` hold equal shares of its columns.
-static void write_group_sums(const Product *p, const Tokens *tokens, int64_t m, int64_t span, Floats sums) {
-    int64_t groups = span_columns(p) / p->weight.group_size, lanes = LANES / groups;
-    for (int64_t i = 0; i < groups; i++) {
-        int64_t g = span * groups + i;
+// Write the sums of token m over the groups of a span, or over those in one half of its codes. The lanes of `sums` hold
+// equal shares of their columns.
+static void write_group_sums(const Product *p, const Tokens *tokens, int64_t m, int64_t span, int half, Floats sums) {
+    int64_t groups = span_columns(p) / p->weight.group_size, is_apart = span_of(p) == APART;
+    int64_t count = is_apart ? groups / 2 : groups, together = is_apart ? PIECE / p->weight.group_size : 0;
+    for (int64_t i = 0; i < count; i++) {
+        // Behind the groups of each piece come as many of the other half.
+        int64_t g = span * groups + i + (i & -together) + half * together;
         float sum = 0;
-        for (int64_t lane = 0; lane < lanes; lane++) sum += sums[i * lanes + lane];
+        for (int64_t lane = 0; lane < LANES / count; lane++) sum += sums[i * (LANES / count) + lane];
         // There are no groups in the rest of the last vector, and their sums are 0.
         if (g < padded_groups(p)) tokens->group_sums[(g / LANES * p->M + m) * LANES + g % LANES] = sum;
     }
 }
 
+// Write token m as `add_bfloat16` takes it.
+static void write_bfloat16(const Product *p, const Tokens *tokens, int64_t m) {
+    int64_t K = p->weight.K, columns = COLUMNS_OF(BFLOATS);
+    const uint16_t *x = (const uint16_t *)p->x + m * K;
+    float top = largest_magnitude(x, BFLOAT16, K);
+    tokens->token_scales[m] = top != top ? top : 1;
+    for (int64_t k = 0; k < K; k += columns) {
+        uint16_t *step = (uint16_t *)(tokens->digits + (k / columns * p->M + m) * 4), room[2 * BYTES] = {0};
+        memcpy(room, x + k, 2 * least(columns, K - k));
+        for (int i = 0; i < 4; i++)
+            for (int word = 0; word < BYTES / 2; word++) step[i * (BYTES / 2) + word] = room[4 * word + i];
+    }
+}
+
 static void write_token(const Product *p, const Tokens *tokens, int64_t m) {
     const Weight *w = &p->weight;
-    int64_t columns = span_columns(p), step = COLUMNS_OF(kind_of(p)), offset = offset_of(kind_of(p));
+    if (kind_of(p) == BFLOATS) {
+        write_bfloat16(p, tokens, m);
+        return;
+    }
+    int64_t columns = span_columns(p), step = COLUMNS_OF(kind_of(p));
+    int32_t factor = factor_of_sums(p);
     float top = largest_magnitude((const char *)p->x + m * w->K * itemsize(w->dtype), w->dtype, w->K);
-    int has_sums = (kind_of(p) & AFFINE_CODES) != 0;
     Floats per_unit = all_floats(1 / unit_of(top, w->digits));
     tokens->token_scales[m] = top / 127;
     for (int64_t g = 0; g < padded_groups(p); g += LANES)
         *(Floats *)(tokens->group_sums + g * p->M + m * LANES) = all_floats(0);
     for (int64_t span = 0; span < spans_of(p); span++) {
-        Integers sums[3] = {all_integers(0), all_integers(0), all_integers(0)};
+        Integers sums[2][3] = {{all_integers(0)}};
         for (int64_t k = 0; k < columns; k += step) write_step(p, tokens, m, span * columns + k, per_unit, sums);
+        for (int half = 0; half < 2 && span_of(p) == APART; half++)
+            write_group_sums(p, tokens, m, span, half, join_digits(sums[half], w->digits) * all_floats((float)factor));
         for (int d = 0; d < w->digits; d++)
-            tokens->offset_sums[(span * p->M + m) * w->digits + d] = sums[d] *= (int32_t)(has_sums ? 1 : -offset);
+            tokens->offset_sums[(span * p->M + m) * w->digits + d] = sums[0][d] = (sums[0][d] + sums[1][d]) * factor;
         // Second digits of a table are multiplied with first digits of x.
-        if (kind_of(p) == WIDE_TABLE) tokens->offset_sums[(span * p->M + m) * w->digits + 1] += sums[0];
-        if (has_group_sums(kind_of(p), w->digits))
-            write_group_sums(p, tokens, m, span, join_digits(sums, w->digits));
+        if (kind_of(p) == WIDE_TABLE) tokens->offset_sums[(span * p->M + m) * w->digits + 1] += sums[0][0];
+        if (has_group_sums(kind_of(p), w->digits) && span_of(p) != APART)
+            write_group_sums(p, tokens, m, span, 0, join_digits(sums[0], w->digits));
     }
 }
 
@@ -176,44 +185,17 @@ typedef struct {
     int64_t fetched_bytes;  // how far ahead codes are fetched: FETCHED_BYTES, but at least behind all of these rows
 } Rows;
 
-// Copy the last codes of a row, whose planes fill no step. Zeros follow them.
-static __attribute__((noinline)) void copy_planes(const uint8_t *from, int64_t bytes, uint8_t to[MOST_STEP_BYTES]) {
-    // Stores of whole vectors: a load of a vector would wait for smaller stores to the same place.
-    for (int64_t at = 0; at < MOST_STEP_BYTES; at += BYTES)
-        *(Integers *)(to + at) = load_bytes(from + at, bytes > at ? least(bytes - at, BYTES) : 0);
-}
+// The sums of products of the rows and their tokens.
+typedef Integers Sums[SIDE_BY_SIDE][FEW_ROWS * 3];
 
-// Load the codes of a step as vectors of bytes, as many as there are halves. `left` bytes of the row begin at `codes`;
-// codes behind them are 0.
-static inline __attribute__((always_inline)) void load_step(const uint8_t *codes, int kind, int64_t left,
-                                                            Integers loaded[2]) {
-    if (IN_PLANES(kind)) {
-        uint8_t tail[MOST_STEP_BYTES];
-        if (left < STEP_BYTES(kind)) {
-            copy_planes(codes, left, tail);
-            codes = tail;
-        }
-        for (int half = 0; half < HALVES_OF(kind); half++)
-            loaded[half] = load_planes(codes, bits_of(kind), half * BYTES);
-        if (HALVES_OF(kind) == 2) split_lanes(loaded);
-        return;
-    }
-    Integers bytes = load_bytes(codes, left);
-    if (bits_of(kind) == 4) bytes = loaded_once(bytes);
-    loaded[0] = bytes;
-    if (kind == BYTE_CODES) loaded[0] = bytes ^ all_bytes(BYTE_OFFSET);
-    if (bits_of(kind) == 4) loaded[0] = bytes & all_bytes(0x0f);
-    loaded[1] = bytes >> 4 & all_bytes(0x0f);
-}
-
-// Multiply a vector of codes of each row with the digits of a step, and add the products to `products`. `left` bytes of
-// the rows begin at `at`.
+// Multiply a vector of codes of rows `first` to `last` - 1 with the digits of a step, and add the products to `products`,
+// or those of the second half to the sums behind them, if halves are apart. `left` bytes of the rows begin at `at`.
 static inline __attribute__((always_inline)) void add_products(const Rows *weight, int64_t at, int64_t left,
-                                                               const Integers *digits, int rows, int vectors, int kind,
-                                                               Integers products[SIDE_BY_SIDE][FEW_ROWS * 3]) {
+                                                               const Integers *digits, int first, int last, int vectors,
+                                                               int kind, int is_apart, Sums *products) {
     const int halves = HALVES_OF(kind);
     Integers loaded[SIDE_BY_SIDE][2], seconds[SIDE_BY_SIDE][2];
-    for (int row = 0; row < rows; row++) {
+    for (int row = first; row < last; row++) {
         // As fetch_ahead. In a function of vectors.h, GCC 12 orders these fetches in another way, and a product of 8192
         // columns from memory took 1.2 times as long on AMD's Zen 4.
         __builtin_prefetch(weight->codes[row] + at + weight->fetched_bytes, 0, 2);
@@ -228,9 +210,9 @@ static inline __attribute__((always_inline)) void add_products(const Rows *weigh
     for (int half = 0; half < halves; half++)
         for (int i = 0; i < vectors; i++) {
             Integers digit = digits[i * halves + half];
-            if (rows > 1) digit = loaded_once(digit);
-            for (int row = 0; row < rows; row++) {
-                Integers *sum = &products[row][i];
+            if (last - first > 1) digit = loaded_once(digit);
+            for (int row = first; row < last; row++) {
+                Integers *sum = &products[is_apart ? half : 0][row][i];
                 *sum = add_products_of_bytes(*sum, loaded[row][half], digit);
                 if (kind == WIDE_TABLE && i % 2)
                     *sum = add_products_of_bytes(*sum, seconds[row][half], digits[(i - 1) * halves + half]);
@@ -244,7 +226,7 @@ static inline __attribute__((always_inline)) void add_whole_row(const Rows *weig
                                                                 int M, int digits, int kind,
                                                                 Floats totals[SIDE_BY_SIDE][FEW_ROWS]) {
     const int vectors = M * digits, step = vectors * HALVES_OF(kind);
-    Integers products[SIDE_BY_SIDE][FEW_ROWS * 3], others[SIDE_BY_SIDE][FEW_ROWS * 3];
+    Sums products, others;
     int64_t at = 0;
     for (int row = 0; row < rows; row++)
         for (int i = 0; i < vectors; i++) {
@@ -252,39 +234,82 @@ static inline __attribute__((always_inline)) void add_whole_row(const Rows *weig
             others[row][i] = all_integers(0);
         }
     for (; rows * vectors <= HALVED_SUMS && at + 2 * BYTES <= bytes; at += 2 * BYTES, x += 2 * step) {
-        add_products(weight, at, BYTES, x, rows, vectors, kind, products);
-        add_products(weight, at + BYTES, BYTES, x + step, rows, vectors, kind, others);
+        add_products(weight, at, BYTES, x, 0, rows, vectors, kind, 0, &products);
+        add_products(weight, at + BYTES, BYTES, x + step, 0, rows, vectors, kind, 0, &others);
     }
-    for (; at + BYTES <= bytes; at += BYTES, x += step) add_products(weight, at, BYTES, x, rows, vectors, kind, products);
-    if (at < bytes) add_products(weight, at, bytes - at, x, rows, vectors, kind, products);
+    for (; at + BYTES <= bytes; at += BYTES, x += step)
+        add_products(weight, at, BYTES, x, 0, rows, vectors, kind, 0, &products);
+    if (at < bytes) add_products(weight, at, bytes - at, x, 0, rows, vectors, kind, 0, &products);
     for (int row = 0; row < rows; row++) {
         for (int i = 0; i < vectors; i++) products[row][i] += others[row][i];
         for (int m = 0; m < M; m++) totals[row][m] = join_digits(products[row] + m * digits, digits);
     }
 }
 
+// Return the scales of the lanes of a half of the codes of a step. `lanes` are the groups that they belong to.
+static inline __attribute__((always_inline)) Floats factors_of(const float *scale, int64_t groups, Integers lanes,
+                                                               int span) {
+    if (span != WITHIN && span != APART) return all_floats(*scale);
+    return groups <= 4 ? permuted_four(scale, lanes) : permuted(*(const Floats *)scale, lanes);
+}
+
+#ifdef __AVX512BF16__
+// Add the products of codes that are indices into a table of bfloat16 with tokens in bfloat16, times their scales. Word i
+// of each vector of x has column 4 * i or one of the three behind it, as the words of the codes have them.
+static inline __attribute__((always_inline)) void add_bfloat16(const Rows *weight, int64_t at, int64_t left,
+                                                               const Integers *x, int64_t scale_at, int64_t groups,
+                                                               Integers lanes, int rows, int M,
+                                                               Floats totals[SIDE_BY_SIDE][FEW_ROWS]) {
+    const __m512i table = (__m512i)*(const Integers *)weight->table->bfloat16;
+    for (int row = 0; row < rows; row++) {
+        __builtin_prefetch(weight->codes[row] + at + weight->fetched_bytes, 0, 2);
+        __m512i codes = (__m512i)loaded_once(load_bytes(weight->codes[row] + at, left));
+        const float *scale = weight->scale + row * weight->scales + scale_at;
+        Floats sums[FEW_ROWS], factors = factors_of(scale, groups, lanes, WITHIN);
+        for (int m = 0; m < M; m++) sums[m] = all_floats(0);
+        for (int i = 0; i < 4; i++) {
+            // The lowest five bits of a word are the index. The table stands there twice, so the fifth has no effect.
+            __m512bh values = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4 * i), table);
+            for (int m = 0; m < M; m++) sums[m] = _mm512_dpbf16_ps(sums[m], values, (__m512bh)x[4 * m + i]);
+        }
+        for (int m = 0; m < M; m++) totals[row][m] = multiply_add(sums[m], factors, totals[row][m]);
+    }
+}
+#endif
+
 // Add the products of a span times their scales to `totals`. `left` bytes of the rows begin at its last step.
 static inline __attribute__((always_inline)) void add_span(const Rows *weight, int64_t at, int64_t left,
                                                            const Integers *x, const Integers *offset_sums,
-                                                           int64_t scale_at, int64_t groups, Integers lanes,
+                                                           int64_t scale_at, int64_t groups, const Integers lanes[2],
                                                            int64_t steps, int rows, int M, int digits, int kind,
                                                            int span, Floats totals[SIDE_BY_SIDE][FEW_ROWS]) {
-    const int vectors = M * digits, step = vectors * HALVES_OF(kind);
-    Integers products[SIDE_BY_SIDE][FEW_ROWS * 3];
-    for (int row = 0; row < rows; row++)
-        for (int i = 0; i < vectors; i++)
-            products[row][i] = has_group_sums(kind, digits) ? all_integers(0) : offset_sums[i];
-    for (int64_t i = 0; i < steps; i++)
-        add_products(weight, at + i * STEP_BYTES(kind), left, x + i * step, rows, vectors, kind, products);
-    for (int row = 0; row < rows; row++) {
-        const float *scale = weight->scale + row * weight->scales + scale_at;
-        Floats factors = span != WITHIN ? all_floats(*scale)
-                         : groups <= 4  ? permuted_four(scale, lanes)
-                                        : permuted(*(const Floats *)scale, lanes);
-        for (int m = 0; m < M; m++)
-            totals[row][m] =
-                multiply_add(join_digits(products[row] + m * digits, digits), factors, totals[row][m]);
+    const int vectors = M * digits, step = vectors * HALVES_OF(kind), parts = span == APART ? 2 : 1;
+    Sums products[2];
+#ifdef __AVX512BF16__
+    if (kind == BFLOATS) {
+        add_bfloat16(weight, at, left, x, scale_at, groups, lanes[0], rows, M, totals);
+        return;
     }
+#endif
+    for (int part = 0; part < parts; part++)
+        for (int row = 0; row < rows; row++)
+            for (int i = 0; i < vectors; i++)
+                products[part][row][i] = has_group_sums(kind, digits) ? all_integers(0) : offset_sums[i];
+    for (int64_t i = 0; i < steps && !IN_PLANES(kind); i++)
+        add_products(weight, at + i * STEP_BYTES(kind), left, x + i * step, 0, rows, vectors, kind, 0, products);
+    if (IN_PLANES(kind)) {
+        Integers loaded[2 * FEW_ROWS * 3];
+        for (int i = 0; i < step; i++) loaded[i] = rows > 1 ? loaded_once(x[i]) : x[i];
+        for (int row = 0; row < rows; row++)
+            add_products(weight, at, left, loaded, row, row + 1, vectors, kind, parts == 2, products);
+    }
+    for (int row = 0; row < rows; row++)
+        for (int part = 0; part < parts; part++) {
+            Floats factors = factors_of(weight->scale + row * weight->scales + scale_at, groups, lanes[part], span);
+            for (int m = 0; m < M; m++)
+                totals[row][m] =
+                    multiply_add(join_digits(products[part][row] + m * digits, digits), factors, totals[row][m]);
+        }
 }
 
 // Add the products of a row whose groups have scales.
@@ -294,9 +319,9 @@ static inline __attribute__((always_inline)) void add_groups(const Rows *weight,
                                                              Floats totals[SIDE_BY_SIDE][FEW_ROWS]) {
     const int vectors = M * digits;
     // Groups within a vector have several scales, each for equally many lanes of the sums.
-    const int64_t columns = COLUMNS_OF(kind), groups = span == WITHIN ? columns / size : 1;
+    const int64_t columns = COLUMNS_OF(kind), groups = span == WITHIN || span == APART ? columns / size : 1;
     const int64_t steps = span == SEVERAL ? size / columns : span == TWO ? 2 : 1;
-    const Integers lanes = lane_numbers() >> __builtin_ctzll(LANES / groups);
+    const Integers lanes[2] = {groups_of_lanes(kind, 0, size), groups_of_lanes(kind, 1, size)};
     int64_t at = 0, scale_at = 0;
     for (int row = 0; row < rows; row++)
         for (int m = 0; m < M; m++) totals[row][m] = all_floats(0);
@@ -306,7 +331,7 @@ static inline __attribute__((always_inline)) void add_groups(const Rows *weight,
         x += steps * vectors * HALVES_OF(kind);
         offset_sums += vectors;
     }
-    if (span == WITHIN && at < bytes)
+    if ((span == WITHIN || span == APART) && at < bytes)
         add_span(weight, at, bytes - at, x, offset_sums, scale_at, groups, lanes, steps, rows, M, digits, kind, span,
                  totals);
 }
@@ -324,41 +349,45 @@ static inline __attribute__((always_inline)) void add_group_sums(const Rows *wei
         }
 }
 
-// Let each number stand `repeats` times, and zeros behind them.
-static void repeat(float *numbers, int64_t count, int64_t repeats, int64_t padded) {
-    for (int64_t i = repeats > 1 ? count - 1 : -1; i >= 0; i--)
+// Let each number stand `repeats` times.
+static void repeat(float *numbers, int64_t count, int64_t repeats) {
+    for (int64_t i = count - 1; i >= 0; i--)
         for (int64_t copy = 0; copy < repeats; copy++) numbers[i * repeats + copy] = numbers[i];
-    for (int64_t i = count * repeats; i < padded; i++) numbers[i] = 0;
 }
 
 // Write the scales of a row of a format of another program, and for affine its offsets, with zero points in them.
-static void write_groups_of_row(const Product *p, int64_t n, float *to) {
-    int64_t length = scale_length(p), G = coded_groups(p);
+static inline __attribute__((always_inline)) void write_groups_of_row(const Product *p, const Tokens *tokens, int64_t n,
+                                                                      float *to) {
+    int64_t length = tokens->scale_length, G = tokens->stored_groups;
     Groups groups = {.scale = to, .offset = to + length, .zero = to + 2 * length};
-    write_groups(p, n, groups);
-    if (has_zeros(&p->weight))
+    write_scales_of_coding(p, n, G, groups);
+    if (has_offset_of_groups(p)) write_offsets(p, n, G, groups);
+    if (has_offset_of_groups(p) && has_zeros(&p->weight))
         for (int64_t g = 0; g < G; g += LANES)
             *(Floats *)(groups.offset + g) = -*(Floats *)(groups.zero + g) * *(Floats *)(groups.scale + g);
-    repeat(groups.scale, G, p->repeats, length);
-    if (p->weight.family == AFFINE) repeat(groups.offset, G, p->repeats, length);
+    if (p->repeats == 1) return;
+    repeat(groups.scale, G, p->repeats);
+    if (has_offset_of_groups(p)) repeat(groups.offset, G, p->repeats);
 }
 
 // Return the floats that the scales of a row take, with its offsets and zero points.
 static int64_t numbers_length(const Product *p) { return scale_length(p) * (p->weight.family ? 3 : 1); }
 
 // Compiled once, and not in each function below.
-static __attribute__((noinline)) void write_decoded_scales(const Product *p, int64_t n, float *to) {
-    if (p->weight.family) write_groups_of_row(p, n, to);
-    else write_scales(p, n, scale_length(p), to);
+static __attribute__((noinline)) void write_decoded_scales(const Product *p, const Tokens *tokens, int64_t n,
+                                                           float *to) {
+    if (p->weight.family) write_groups_of_row(p, tokens, n, to);
+    else write_scales(p, n, tokens->scale_length, to);
 }
 
 // Write the scales of a row. Plain ones, which codes of these kinds have, need so few instructions that a call would
 // take a tenth of the product's time. The first ones of the next row are fetched meanwhile: if they come from memory,
 // a product of 4096 columns waits for them a tenth of its time.
-static inline __attribute__((always_inline)) void write_scales_of_row(const Product *p, int64_t n, int kind, float *to) {
+static inline __attribute__((always_inline)) void write_scales_of_row(const Product *p, const Tokens *tokens, int64_t n,
+                                                                      int kind, float *to) {
     int64_t G = groups_of(p);
     if (kind != NIBBLES && kind != BYTE_CODES) {
-        write_decoded_scales(p, n, to);
+        write_decoded_scales(p, tokens, n, to);
         return;
     }
     __builtin_prefetch((const char *)p->scale + (n + 1) * G * itemsize(p->weight.scale_dtype), 0, 3);
@@ -371,14 +400,14 @@ static inline __attribute__((always_inline)) int64_t multiply_rows(const Product
                                                                    int rows, int M, int digits, int kind, int span,
                                                                    float results[FEW_ROWS][LANES]) {
     int64_t bytes = p->weight.K * bits_of(kind) >> 3, size = p->weight.group_size, scales = numbers_length(p), n = 0;
-    int64_t offsets = kind & AFFINE_CODES ? scale_length(p) : 0;
+    int64_t offsets = has_offset_of_groups(p) ? scale_length(p) : 0;
     for (; n + rows <= count; n += rows) {
         Rows weight = {.scale = scale, .scales = scales, .table = &tokens->table};
         weight.fetched_bytes = rows * bytes > FETCHED_BYTES ? rows * bytes : FETCHED_BYTES;
         Floats totals[SIDE_BY_SIDE][FEW_ROWS];
         for (int row = 0; row < rows; row++) {
             weight.codes[row] = row_of(p, first + n + row);
-            if (span != WHOLE_ROW) write_scales_of_row(p, first + n + row, kind, scale + row * scales);
+            if (span != WHOLE_ROW) write_scales_of_row(p, tokens, first + n + row, kind, scale + row * scales);
         }
         if (span == WHOLE_ROW)
             add_whole_row(&weight, tokens->digits, tokens->offset_sums, bytes, rows, M, digits, kind, totals);
@@ -411,9 +440,7 @@ typedef int64_t (*MultiplyRows)(const Product *, const Tokens *, int64_t, int64_
     DO(SIDE_BY_SIDE, 1, __VA_ARGS__) DO(SIDE_BY_SIDE, 2, __VA_ARGS__) DO(SIDE_BY_SIDE, 3, __VA_ARGS__)          \
     DO(SIDE_BY_SIDE, 4, __VA_ARGS__)
 #define FOR_DIGITS(DO, ...) FOR_TOKENS(DO, 2, __VA_ARGS__) FOR_TOKENS(DO, 3, __VA_ARGS__)
-#define FOR_SINGLE(DO, DIGITS, KIND)                                                                            \
-    DO(1, 1, DIGITS, KIND, WITHIN) DO(1, 2, DIGITS, KIND, WITHIN) DO(1, 3, DIGITS, KIND, WITHIN)                \
-    DO(1, 4, DIGITS, KIND, WITHIN)
+#define FOR_PLANES(DO, KIND) FOR_TOKENS(DO, 2, KIND, WITHIN) FOR_TOKENS(DO, 2, KIND, APART)
 #define FOR_ALL(DO)                                                                                             \
     FOR_DIGITS(DO, NIBBLES, WITHIN) FOR_DIGITS(DO, NIBBLES, ONE) FOR_LONG_GROUPS(DO)                            \
     FOR_DIGITS(DO, INDEXES, WITHIN) FOR_INDEXES_OF_ONE(DO)                                                      \
@@ -421,8 +448,8 @@ typedef int64_t (*MultiplyRows)(const Product *, const Tokens *, int64_t, int64_
     FOR_DIGITS(DO, BYTE_CODES, WHOLE_ROW) FOR_TOKENS(DO, 1, BYTE_CODES, WITHIN)                                 \
     FOR_TOKENS(DO, 1, BYTE_CODES, SEVERAL) FOR_TOKENS(DO, 1, BYTE_CODES, WHOLE_ROW)                             \
     FOR_TOKENS(DO, 2, CODES4, WITHIN) FOR_DIGITS(DO, TABLE, WITHIN) FOR_TOKENS(DO, 2, WIDE_TABLE, WITHIN)       \
-    FOR_SINGLE(DO, 2, CODES2) FOR_SINGLE(DO, 2, CODES3) FOR_SINGLE(DO, 2, CODES5) FOR_SINGLE(DO, 2, CODES6)     \
-    FOR_SINGLE(DO, 2, CODES8)
+    FOR_PLANES(DO, CODES2) FOR_PLANES(DO, CODES3) FOR_PLANES(DO, CODES5) FOR_PLANES(DO, CODES6)                 \
+    FOR_TOKENS(DO, 2, CODES8, WITHIN) FOR_BFLOATS(DO)
 // Groups of nibbles have 32, 64 or 128 columns, and those of codebook4 have 32.
 #if BYTES == 64
 #define FOR_LONG_GROUPS(DO)
@@ -437,6 +464,12 @@ typedef int64_t (*MultiplyRows)(const Product *, const Tokens *, int64_t, int64_
 #define FOR_INDEXES_OF_ONE(DO)
 #endif
 
+#ifdef __AVX512BF16__
+#define FOR_BFLOATS(DO) FOR_TOKENS(DO, 2, BFLOATS, WITHIN)
+#else
+#define FOR_BFLOATS(DO)
+#endif
+
 FOR_ALL(FUNCTION)
 
 // Return the function that multiplies so many rows of the weight side by side; NULL if there is none.
@@ -448,7 +481,12 @@ static MultiplyRows function_of(const Product *p, int rows) {
 static void multiply_block(const Product *p, const Tokens *tokens, MultiplyRows single, MultiplyRows several,
                            int64_t first, int64_t count) {
     const Weight *w = &p->weight;
-    float results[FEW_ROWS][LANES], scale[SIDE_BY_SIDE * numbers_length(p)];
+    int64_t numbers = SIDE_BY_SIDE * numbers_length(p), length = tokens->scale_length;
+    // A vector of scales that lies on two lines of a cache takes twice as long to store.
+    float results[FEW_ROWS][LANES], scale[numbers] __attribute__((aligned(ALIGNMENT)));
+    // Sums of x behind the last group are 0. What lies there is multiplied with them, and may not be NaN.
+    for (int64_t end = length; w->family && end <= numbers; end += length)
+        for (int64_t i = end - 2 * LANES; i < end; i += LANES) *(Floats *)(scale + i) = all_floats(0);
     int64_t n = several ? several(p, tokens, first, count, scale, results) : 0;
     float(*rest)[LANES] = (float(*)[LANES])(results[0] + n);
     if (n < count) single(p, tokens, first + n, count - n, scale, rest);
@@ -462,7 +500,12 @@ static void multiply_block(const Product *p, const Tokens *tokens, MultiplyRows 
 
 void multiply_few_rows(const Product *p, int threads, int8_t *memory) {
     Tokens tokens = tokens_at(p, memory);
+    tokens.stored_groups = p->weight.family ? coded_groups(p) : 0;
+    tokens.scale_length = scale_length(p);
     tokens.table = p->weight.family == TABLE4 ? table_of(p->table) : (Table){.unit = 1};
+#ifdef __AVX512BF16__
+    if (kind_of(p) == BFLOATS) set_bfloat16(&tokens.table, p->table);
+#endif
     MultiplyRows single = function_of(p, 1), several = function_of(p, SIDE_BY_SIDE);
     for (int64_t m = 0; m < p->M; m++) write_token(p, &tokens, m);
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)

@@ -85,11 +85,19 @@ DEFINE(_mm512_permutevar_ps, __m512, __m512, 16, values[i / 4 * 4 + (a_(Int) & 3
 DEFINE(_mm512_broadcast_f32x4, __m512, __m512, 16, four[i % 4], __m128 four)
 DEFINE(_mm512_permutex2var_epi16, __m512i, Short, 32, ((((Short)order)[i] & 32) ? (Short)b : (Short)a)[((Short)order)[i] & 31],
        __m512i a, __m512i order, __m512i b)
+DEFINE(_mm512_permutex2var_epi32, __m512i, Int, 16, ((((Int)order)[i] & 16) ? (Int)b : (Int)a)[((Int)order)[i] & 15],
+       __m512i a, __m512i order, __m512i b)
+// Of the functions of three bits, that which takes the second where the first is 1, and else the third.
+DEFINE(_mm512_ternarylogic_epi32, __m512i, Int, 16, (((Int)mask)[i] & a_(Int)) | (~((Int)mask)[i] & b_(Int)), __m512i mask,
+       __m512i a, __m512i b, int selects)
 DEFINE(_mm512_shuffle_i32x4, __m512i, Int, 16, (i < 8 ? (Int)a : (Int)b)[(lanes >> (i / 4 * 2) & 3) * 4 + i % 4], __m512i a,
        __m512i b, int lanes)
 DEFINE(_mm512_broadcast_i32x4, __m512i, Byte, 64, ((QuarterByte)a)[i % 16], __m128i a)
 DEFINE(_mm512_inserti64x4, __m512i, Byte, 64, (i / 32 == half) ? ((HalfByte)b)[i % 32] : a_(Byte), __m512i a, __m256i b, int half)
 DEFINE(_mm512_extracti64x4_epi64, __m256i, HalfByte, 32, ((Byte)a)[32 * half + i], __m512i a, int half)
+// Other bytes may be any.
+DEFINE(_mm512_castsi128_si512, __m512i, Byte, 64, i < 16 ? ((QuarterByte)a)[i % 16] : 85, __m128i a)
+DEFINE(_mm512_castsi256_si512, __m512i, Byte, 64, i < 32 ? ((HalfByte)a)[i % 32] : 85, __m256i a)
 DEFINE(_mm512_castsi512_si256, __m256i, HalfByte, 32, ((Byte)a)[i], __m512i a)
 FUNCTION __m512i _mm512_castps_si512(__m512 a) { return (__m512i)a; }
 FUNCTION __m512 _mm512_castsi512_ps(__m512i a) { return (__m512)a; }
