@@ -26,7 +26,8 @@ _PRODUCTS = _PACKAGE / "kernels" / "native"
 _FORMATS = _PACKAGE / "formats" / "native"
 _CODECS = _PACKAGE / "checkpoint" / "codecs" / "native"
 _PLANES = _PACKAGE / "files" / "native"
-_FLAGS = ["-O3", "-std=gnu11", "-fPIC"]
+# A function without a declaration would be found missing only when the library is loaded.
+_FLAGS = ["-O3", "-std=gnu11", "-fPIC", "-Werror=implicit-function-declaration"]
 # This flag lets GCC keep the sums of a product in registers instead of in memory. clang refuses it.
 _NO_PRE = "-fno-tree-pre"
 _THREADS = "-fopenmp"

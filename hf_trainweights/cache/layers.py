@@ -44,7 +44,6 @@ class KVLayer(CacheLayerMixin):
         # Transformers sets it while it may remove the last tokens. Then `crop` drops tokens before the window, and not
         # `update`. Transformers also resets it.
         self.record_past = False
-        self._number: Tensor | None = None
         self._clear()
         super().__init__()
 
@@ -224,7 +223,7 @@ class KVLayer(CacheLayerMixin):
         """Move all tokens to the device of a model, for which a file was loaded."""
         for store in self.stores:
             store.move(device)
-        # The setter numbers the layer anew, or not at all.
+        # The setter gives the layer another record, or none.
         self.device, self.stores = device, self.stores
 
     def _quantize(self, first: int, *states: Tensor) -> tuple[Tensor, Tensor]:
