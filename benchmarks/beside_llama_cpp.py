@@ -1,8 +1,9 @@
 """Whole generation beside llama.cpp: the same codes in both, a prompt of 256 tokens, then 32 tokens.
 
-`python -m benchmarks.beside_llama_cpp` takes about 25 minutes where `llama-cpp-python` is there. It
-writes `benchmarks/results/beside_llama_cpp.json` after each model; then `python -m benchmarks.tables` writes the table
-of docs/measured/models.md. The weights are random. int8 and int4 in groups of 32, embeddings too, are written for
+`python -m benchmarks.beside_llama_cpp` takes about 25 minutes where `llama-cpp-python` is there. OpenVINO and
+CTranslate2 take part if they are installed (`benchmarks.other_runtimes`). It writes
+`benchmarks/results/beside_llama_cpp.json` after each model; then `python -m benchmarks.tables` writes the tables of
+docs/measured/models.md. The weights are random. int8 and int4 in groups of 32, embeddings too, are written for
 llama.cpp as Q8_0 and Q4_0 by `export_gguf`, so both programs multiply the same codes. They take turns within a round.
 With one thread the figures are CPU time, which no neighbour stretches; with more they are the time on the wall.
 """
@@ -28,8 +29,9 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 from benchmarks.llama_cpp_runs import LlamaCpp, instructions
 from benchmarks.machine import commit, cpu_flags, cpu_name, versions
+from benchmarks.other_runtimes import runtimes
 from benchmarks.speed.models import quantized_llama
-from hf_trainweights import KVCache, export_gguf
+from hf_trainweights import KVCache, dequantize_, export_gguf
 from tests.tiny_tokenizers import byte_level
 
 RESULTS = Path(__file__).parent / "results" / "beside_llama_cpp.json"
@@ -48,6 +50,9 @@ BATCH = 4
 # A cache has integers from 64 tokens on, and attention over fewer takes no time to speak of.
 BATCH_PROMPT = 64
 ROUNDS = 5
+_COUNTS = {"prompt": PROMPT_TOKENS, "new": NEW_TOKENS, "batch": BATCH, "batch_prompt": BATCH_PROMPT}
+# OpenVINO holds a model several times in float32 while it converts it.
+_MOST_CONVERTED = 700_000_000
 Clock = Callable[[], float]
 # llama.cpp keeps weights as they lie in the file, or packs them anew for the instructions of the processor.
 BUFFERS = {"llama.cpp, plain": False, "llama.cpp, packed": True}
@@ -131,6 +136,11 @@ def measure(name: str, form: str, threads: int, with_compiled: bool) -> Iterator
             "eager, small cache": Ours(model, small),
         }
         programs: dict[str, Any] = {**own, **peers}
+        if sum(p.numel() for p in model.parameters()) <= _MOST_CONVERTED:
+            dense = quantized_llama(MODELS[name], form)
+            dequantize_(dense)
+            programs |= runtimes(dense.float(), form, threads, _COUNTS)
+            del dense
         if with_compiled:
             programs["compiled, small cache"] = Compiled(model, small)
         for program in programs.values():
@@ -162,7 +172,7 @@ def main() -> None:
     options = parser.parse_args()
     report: dict[str, Any] = {
         "machine": {"cpu": cpu_name(), "flags": cpu_flags(), "load": os.getloadavg()[0]},
-        "versions": versions("llama_cpp_python"),
+        "versions": versions("llama_cpp_python", "openvino", "ctranslate2"),
         "llama_cpp": instructions(),
         "commit": commit(),
         "date": str(datetime.date.today()),

@@ -846,6 +846,28 @@ def beside_llama_cpp() -> str:
     return f"{table(header, rows)}\n\n{caption}"
 
 
+def other_runtimes() -> str:
+    """Make the table of whole generation beside OpenVINO and CTranslate2: milliseconds."""
+    report = read("beside_llama_cpp")
+    found = {(row["model"], row["format"], row["threads"], row["program"], row["phase"]): row for row in report["rows"]}
+    kinds = dict.fromkeys(key[:3] for key in found if key[3] == "OpenVINO")
+    # Prompts are not compiled here.
+    own = {"prompt": "eager", "token": "compiled, small cache", "batch": "compiled, small cache"}
+    columns = [(phase, program) for phase in own for program in (own[phase], "OpenVINO", "CTranslate2")]
+    rows = []
+    for kind in kinds:
+        cells = [found.get((*kind, program, phase)) for phase, program in columns]
+        label = "{}, {}, {} thread".format(*kind) + "s" * (kind[2] > 1)
+        rows.append([label, *("" if row is None else f"{1e3 * row['seconds']:.0f}" for row in cells)])
+    header = ["model", *(f"{_LLAMA_CPP_PHASES[phase]}, {program}" for phase, program in columns)]
+    caption = (
+        f"Milliseconds, medians of five rounds in turns. {report['machine']['cpu']}; openvino "
+        f"{report['versions'].get('openvino')}, ctranslate2 {report['versions'].get('ctranslate2')}; {report['date']}, "
+        f"commit {report['commit'][:8]}."
+    )
+    return f"{table(header, rows)}\n\n{caption}"
+
+
 _LLAMA_CPP_COLUMNS = (
     ("eager", ("prompt", "token", "batch")),
     ("eager, small cache", ("token", "batch")),
@@ -916,6 +938,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "threshold-constants": constants,
     "amx-ways": amx_ways,
     "beside-llama-cpp": beside_llama_cpp,
+    "other-runtimes": other_runtimes,
     "kv-cache-speed": kv_cache_speed,
     "kv-cache-errors": kv_cache_errors,
     "kv-cache-rows": kv_cache_rows,
