@@ -16,6 +16,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.serialization import config as serialization_settings
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
@@ -63,12 +64,13 @@ def test_lossless_resume_is_bit_identical_to_training_straight_through(
 
 
 def test_a_resume_that_maps_its_files_is_bit_identical_too(
-    tmp_path: Path, straight: tuple[dict[str, torch.Tensor], dict[int, float]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, straight: tuple[dict[str, torch.Tensor], dict[int, float]]
 ) -> None:
     trainer_of(tmp_path, TrainWeightsCheckpointCallback())[0].train()
-    monkeypatch.setattr("torch.utils.serialization.config.load.mmap", True)
     resumed, losses = trainer_of(tmp_path, TrainWeightsCheckpointCallback())
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    # pytest's monkeypatch would delete the setting at its end.
+    with serialization_settings.patch("load.mmap", True):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert_equal(weights(resumed), straight[0])
     assert losses.by_step == {step: straight[1][step] for step in range(5, STEPS + 1)}
 
