@@ -803,13 +803,19 @@ def checkpoint_plan() -> str:
     return f"{table(header, rows)}\n\n{caption}"
 
 
-def kv_cache_speed() -> str:
-    """Make the table of caches beside each other: the time of a token at each context, and the bytes."""
+def kv_cache_speed(of_peers: bool) -> str:
+    """Make the table of caches beside each other: the time of a token at each context, and the bytes.
+
+    Args:
+        of_peers: Whether it has the quantized caches of Transformers and llama.cpp, or this package's and plain ones.
+    """
     part = read("kv_cache")["speed"]
-    contexts = sorted({row["tokens"] for row in part["rows"]})
-    found = {(row["model"], row["cache"], row["tokens"]): row for row in part["rows"]}
+    plain = ("DynamicCache", "StaticCache", "KVCache")
+    shown = [row for row in part["rows"] if of_peers != row["cache"].startswith(plain)]
+    contexts = sorted({row["tokens"] for row in shown})
+    found = {(row["model"], row["cache"], row["tokens"]): row for row in shown}
     rows = []
-    for model, cache in dict.fromkeys((row["model"], row["cache"]) for row in part["rows"]):
+    for model, cache in dict.fromkeys((row["model"], row["cache"]) for row in shown):
         own = [found.get((model, cache, tokens)) for tokens in contexts]
         longest = next(row for row in reversed(own) if row is not None)
         size = "" if longest["bytes"] is None else f"{longest['bytes'] / 1e6:.0f} MB"
@@ -939,7 +945,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "amx-ways": amx_ways,
     "beside-llama-cpp": beside_llama_cpp,
     "other-runtimes": other_runtimes,
-    "kv-cache-speed": kv_cache_speed,
+    "kv-cache-speed": partial(kv_cache_speed, of_peers=False),
+    "kv-cache-peers": partial(kv_cache_speed, of_peers=True),
     "kv-cache-errors": kv_cache_errors,
     "kv-cache-rows": kv_cache_rows,
     "kv-cache-bound": kv_cache_bound,

@@ -20,6 +20,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,14 +41,16 @@ def new_record(layer: object) -> Tensor:
         # `Layer` of native/ops/cache.c: the number, the keys and the values.
         record = torch.zeros(1 + 2 * len(DESCRIPTION), dtype=torch.int64, device="cpu")
         record[0] = number
-    # Codes are freed with their layer, so no op may read addresses afterwards.
-    weakref.finalize(layer, record[1:].zero_).atexit = False
+    # Codes are freed with their layer, so no op may read addresses afterwards. numpy clears them: a layer may be freed
+    # while a compiler traces, which would put an op of PyTorch into its program.
+    weakref.finalize(layer, record.numpy()[1:].fill, 0).atexit = False
     return record
 
 
-def parts_of(record: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the parts of a record that describe the keys and the values: views."""
-    return record[1 : 1 + len(DESCRIPTION)], record[1 + len(DESCRIPTION) :]
+def parts_of(record: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Return the parts of a record that describe the keys and the values, int64: they share its memory."""
+    keys, values = np.split(record.numpy()[1:], 2)
+    return keys, values
 
 
 def ops_in_c() -> bool:

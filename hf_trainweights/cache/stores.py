@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,7 +74,7 @@ class FloatStore:
         """Make the sequences at these positions of the batch the new batch; a position may occur twice."""
         self._rows = self._rows[:, :, : self.length].index_select(0, index.to(self._rows.device))
 
-    def describe_in(self, record: Tensor) -> None:
+    def describe_in(self, record: np.ndarray) -> None:
         """Write nothing: ops in C read no floats."""
 
     def truncate(self, length: int) -> None:
@@ -107,7 +108,7 @@ class IntegerStore:
 
     def __init__(self, stored: StoredTokens):
         self.length = 0
-        self._record: Tensor | None = None
+        self._record: np.ndarray | None = None
         self.stored = stored
 
     @property
@@ -119,10 +120,10 @@ class IntegerStore:
     def stored(self, stored: StoredTokens) -> None:
         self._stored = stored
         if self._record is not None:
-            self._record.copy_(torch.tensor(stored.describe()))
+            self._record[:] = stored.describe()
 
-    def describe_in(self, record: Tensor) -> None:
-        """Write into a tensor where the codes are, now and whenever they move; `cache/programs.py` says what for."""
+    def describe_in(self, record: np.ndarray) -> None:
+        """Write into a record, int64, where the codes are, now and whenever they move (`cache/programs.py`)."""
         self._record = record
         self.stored = self._stored
 

@@ -12,6 +12,7 @@ import torch
 from cache.cached_models import KINDS, VOCAB, llama, mistral, prompt
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._subclasses import FakeTensorMode
 from transformers import T5Config, T5ForConditionalGeneration
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -195,6 +196,16 @@ def test_the_record_of_a_freed_layer_is_refused() -> None:
         assert record[1:].count_nonzero() == 0
         with pytest.raises(RuntimeError, match="could not store tokens in a KVCache or attend to them"):
             programs.STORE_CODES(x, x, record, 0, 70)
+
+
+@torch.no_grad()
+def test_a_layer_that_is_freed_while_a_compiler_traces_leaves_no_trace() -> None:
+    cache = filled(llama())
+    record = cache.layers[0]._record
+    with FakeTensorMode():
+        del cache
+        gc.collect()
+    assert record[1:].count_nonzero() == 0
 
 
 needs_c = pytest.mark.skipif(not programs.ops_in_c(), reason="the ops are not compiled, or PyTorch lacks a function")
