@@ -65,7 +65,7 @@ int32_t register_op(const char *name) {
     static void *library = NULL;
     if (!library) {
         if (pthread_key_create(&scratch_key, free)) return 1;
-        if (torch.library_init_impl("hf_trainweights", "CPU", __FILE__, __LINE__, &library)) return 2;
+        if (torch.library_init_impl("hf_trainweights", "CPU", "register.c", __LINE__, &library)) return 2;
     }
     for (size_t i = 0; i < sizeof OPS / sizeof *OPS; i++)
         if (!strcmp(name, OPS[i].name)) return torch.library_impl(library, name, OPS[i].kernel) ? 3 : 0;
