@@ -59,6 +59,8 @@ MODELS: dict[str, dict[str, int]] = {
 TOKENS = (256, 2048, 8192, 32768)
 # The longest context of the large model takes more memory than it tells.
 MOST_TOKENS = {"0.5B": 32768, "1.2B": 8192}
+# Contexts that `--contexts` measures again; all if there are none.
+CONTEXTS: list[tuple[str, int]] = []
 BASELINE = "DynamicCache"
 CHUNK = 4096
 ROUNDS = 5
@@ -82,7 +84,8 @@ CACHES: dict[str, Callable[[LlamaConfig, int], Any]] = {
 # llama.cpp's caches: the type of keys and values, and whether it attends block by block.
 LLAMA_CPP = {"llama.cpp f16": ("F16", 0), "llama.cpp f16, flash": ("F16", 1), "llama.cpp q8_0, flash": ("Q8_0", 1)}
 # Its cache is filled by processing tokens, which takes the square of their number.
-MOST_TOKENS_OF_LLAMA_CPP = 8192
+# llama.cpp reads a prompt to fill its caches, for half an hour at the longest contexts.
+MOST_TOKENS_OF_LLAMA_CPP = {"0.5B": 8192, "1.2B": 2048}
 
 
 def fill(cache: Any, config: LlamaConfig, tokens: int) -> None:
@@ -109,8 +112,12 @@ def speed(failures: dict[str, str]) -> Iterator[dict[str, Any]]:
     """Yield a row for each model, context and cache: milliseconds a token, and the ratio within a round."""
     torch.set_num_threads(1)
     for name in MODELS:
+        if CONTEXTS and name not in dict(CONTEXTS):
+            continue
         model = quantized_llama(MODELS[name], "int4")
         for tokens in (count for count in TOKENS if count <= MOST_TOKENS[name]):
+            if CONTEXTS and (name, tokens) not in CONTEXTS:
+                continue
             filled = {}
             for cache_name, make in CACHES.items():
                 try:
@@ -120,7 +127,8 @@ def speed(failures: dict[str, str]) -> Iterator[dict[str, Any]]:
                 except (ImportError, ValueError, RuntimeError) as error:
                     filled.pop(cache_name, None)
                     failures[f"{name}, {tokens} tokens, {cache_name}"] = f"{type(error).__name__}: {error}"[:200]
-            programs = llama_cpp_programs(model, tokens, failures)
+            is_short = tokens <= MOST_TOKENS_OF_LLAMA_CPP[name]
+            programs = llama_cpp_programs(model, tokens, failures) if is_short else {}
             steps = {key: partial(step, model, cache) for key, cache in filled.items()}
             steps |= {
                 key: partial(llama_cpp_step, program, itertools.count(tokens)) for key, program in programs.items()
@@ -152,8 +160,6 @@ def step(model: nn.Module, cache: Any) -> float:
 
 def llama_cpp_programs(model: LlamaForCausalLM, tokens: int, failures: dict[str, str]) -> dict[str, Any]:
     """Return llama.cpp with each of its caches, filled with so many tokens."""
-    if tokens > MOST_TOKENS_OF_LLAMA_CPP:
-        return {}
     try:
         from benchmarks.llama_cpp_runs import LlamaCpp
         from tests.tiny_tokenizers import byte_level
@@ -330,7 +336,9 @@ PARTS: dict[str, Callable[[dict[str, str]], Iterator[dict[str, Any]]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--contexts", nargs="+", default=[], metavar="MODEL:TOKENS", help="of speed, keep all others")
     options = parser.parse_args()
+    CONTEXTS.extend((name, int(tokens)) for name, tokens in (context.split(":") for context in options.contexts))
     report = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     for part in options.only:
         machine = {"cpu": cpu_name(), "flags": cpu_flags(), "load": os.getloadavg()[0]}
@@ -338,6 +346,9 @@ def main() -> None:
         facts = {"machine": machine, "versions": versions("hqq", "llama_cpp_python"), "commit": commit(), "date": date}
         failures: dict[str, str] = {}
         measured: list[dict[str, Any]] = []
+        if part == "speed" and CONTEXTS:
+            others = [row for row in report[part]["rows"] if (row["model"], row["tokens"]) not in CONTEXTS]
+            measured, failures = others, report[part]["failures"]
         for row in PARTS[part](failures):
             measured.append(row)
             print(row, flush=True)
