@@ -112,12 +112,13 @@ def speed(failures: dict[str, str]) -> Iterator[dict[str, Any]]:
     """Yield a row for each model, context and cache: milliseconds a token, and the ratio within a round."""
     torch.set_num_threads(1)
     for name in MODELS:
-        if CONTEXTS and name not in dict(CONTEXTS):
+        contexts = [tokens for tokens in TOKENS if tokens <= MOST_TOKENS[name]]
+        if CONTEXTS:
+            contexts = [tokens for tokens in contexts if (name, tokens) in CONTEXTS]
+        if not contexts:
             continue
         model = quantized_llama(MODELS[name], "int4")
-        for tokens in (count for count in TOKENS if count <= MOST_TOKENS[name]):
-            if CONTEXTS and (name, tokens) not in CONTEXTS:
-                continue
+        for tokens in contexts:
             filled = {}
             for cache_name, make in CACHES.items():
                 try:

@@ -66,12 +66,12 @@ class KVLayer(CacheLayerMixin):
         # and on other devices than a CPU: then Dynamo interrupts the program to call `_update_now`.
         on_cpu = [store.device.type == "cpu" for store in stores]
         self._record = new_record(self) if on_cpu and all(on_cpu) and not self._waits else None
-        # What a program is compiled for. It may not ask the stores, whose tensors grow.
+        # A program is compiled for these sizes. If it asked the stores, it would be compiled again when tensors grow.
         self._shapes = [store.shape for store in stores]
-        self._has_codes = all(isinstance(store, IntegerStore) for store in stores) and ops_in_c()
+        self._has_codes = bool(stores) and all(isinstance(store, IntegerStore) for store in stores) and ops_in_c()
         if self._record is not None:
-            for store, part in zip(stores, parts_of(self._record), strict=True):
-                store.describe_in(part)
+            for store, description in zip(stores, parts_of(self._record), strict=True):
+                store.describe_in(description)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

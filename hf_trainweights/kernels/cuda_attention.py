@@ -15,12 +15,12 @@ from hf_trainweights.kernels import cuda, triton_launch
 from hf_trainweights.kernels.thresholds import THRESHOLDS
 from hf_trainweights.kernels.tokens import BLOCK_TOKENS, StoredTokens, TokenFormat
 
-# The tokens of a head are divided into sections until there are so many programs, two for each processor of a large
+# The tokens of a head are divided into sections until there are `_PROGRAMS` programs, two for each processor of a large
 # GPU. But a section has two blocks of tokens or more, and a head at most `_MOST_SECTIONS`.
 _PROGRAMS, _LEAST_BLOCKS, _MOST_SECTIONS = 256, 2, 64
-# Tensor cores take at least 16 rows. A program holds so many numbers of rows, or of tokens, at a time.
+# Tensor cores take at least 16 rows. A program holds 8192 numbers of rows, or of tokens, at a time.
 _LEAST_ROWS, _HELD_NUMBERS, _MOST_TOKENS = 16, 8192, 128
-# A warp has registers for so many numbers of rows.
+# A warp has registers for this many numbers of rows.
 _NUMBERS_OF_WARP = 1024
 # The error of attention in float32, relative to its norm: that of the GPU's exponentials.
 _FLOAT32_ERROR = 1e-5

@@ -1,7 +1,7 @@
 """The compiled ops that PyTorch's dispatcher calls without a line of Python: `native/ops`.
 
-PyTorch exports the functions that they need from version 2.8 on. The modules that define an op say what serves where it
-is not compiled.
+PyTorch exports the functions that they need from version 2.8 on. Each module that defines an op names
+the function that serves if the op is not compiled.
 """
 
 from __future__ import annotations
