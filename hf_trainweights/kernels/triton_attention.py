@@ -142,10 +142,10 @@ def exponentials_of(scores, top):
 
 @triton.jit
 def store_sums(sums, tops, totals, line, fits, out, top, total, COLUMNS: tl.constexpr):
-    """Store what a section gives of the rows that there are, at their lines.
+    """Store the results of a section for rows that fit, each row at its line.
 
-    These are sums `[lines, COLUMNS]` of values times the exponentials of scores less the largest score, and `[lines]`
-    this score and the sum of the exponentials.
+    The results are sums `[lines, COLUMNS]` of values times the exponentials of scores less the largest score, and
+    `[lines]` this score and the sum of the exponentials.
     """
     v = tl.arange(0, out.shape[1])
     tl.store(sums + line[:, None] * COLUMNS + v[None, :], out, mask=fits[:, None] & (v < COLUMNS)[None, :])
